@@ -1,0 +1,31 @@
+"""Cross- and self-attention as the paper writes them, with scale 1 and the softmax axis always named.
+
+On the classes axis ``cross_attention(Z, theta)`` is ``scaled_dot_product_attention(Z, theta, theta, scale=1)``: every
+query's weights over the keys sum to one. On the sequence axis (the paper's σ_i) every *key's* weights over the queries
+sum to one, which no everyday attention layer computes.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from xentflow.axes import Axis, dimension, require_alike, require_features, require_float_tensor
+from xentflow.errors import XentflowError
+from xentflow.models import Features
+
+
+def cross_attention(Z: Features, theta: Float[Tensor, "*batch K F"], *, axis: Axis) -> Features:
+    """CA(Z, θ) = softmax(Zθᵀ)θ, for θ ``(K, F)`` or one for each sample."""
+    dim = dimension(axis)
+    require_features(Z)
+    require_float_tensor("theta", theta, "(K, F)", 2)
+    require_alike("theta", theta, "Z", Z)
+    if theta.shape[-1] != Z.shape[-1]:
+        raise XentflowError(f"theta: expected (*batch, K, {Z.shape[-1]}) to match Z, got {tuple(theta.shape)}")
+    return torch.softmax(Z @ theta.mT, dim) @ theta
+
+
+def self_attention(X: Features, *, axis: Axis) -> Features:
+    """SA(X) = softmax(XXᵀ)X; for θ = φφᵀ the quadratic attention term pZθ is SA(Zφ)φᵀ."""
+    require_features(X, "X")
+    return cross_attention(X, X, axis=axis)

@@ -1,0 +1,101 @@
+"""Where features live: anywhere, on one sphere a token, or whitened; tangent projection and retraction for each.
+
+``place(Z)`` brings any features onto the constraint set, ``tangent(Z, V)`` projects a velocity orthogonally onto its
+tangent space at Z, and ``retract(Z, V)`` moves from Z by V and back onto the set. With P the tangent projection the
+constrained flow Ż = −P ∂_Z ℓ dissipates dℓ/dt = −‖P ∂_Z ℓ‖².
+"""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from xentflow.errors import XentflowError
+from xentflow.models import Features
+
+
+class Constraint(ABC):
+    """A smooth set of features."""
+
+    @abstractmethod
+    def place(self, Z: Features) -> Features:
+        """A point of the set near Z; Z itself where it already lies in the set."""
+
+    @abstractmethod
+    def tangent(self, Z: Features, V: Features) -> Features:
+        """The orthogonal projection of V onto the tangent space at Z."""
+
+    @abstractmethod
+    def retract(self, Z: Features, V: Features) -> Features:
+        """A point of the set that agrees with Z + V to first order in a tangent V."""
+
+
+@dataclass(frozen=True)
+class Free(Constraint):
+    """No constraint."""
+
+    def place(self, Z: Features) -> Features:
+        return Z
+
+    def tangent(self, Z: Features, V: Features) -> Features:
+        return V
+
+    def retract(self, Z: Features, V: Features) -> Features:
+        return Z + V
+
+
+@dataclass(frozen=True)
+class Sphere(Constraint):
+    """Every token keeps its norm: what RMSNorm imposes, with radius √F.
+
+    radius: of all tokens; None lets every token keep the norm it comes with.
+    """
+
+    radius: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.radius is not None and not 0 < self.radius < float("inf"):
+            raise XentflowError(f"radius: expected a positive finite number or None, got {self.radius!r}")
+
+    def place(self, Z: Features) -> Features:
+        return Z if self.radius is None else self.radius * _unit(Z)
+
+    def tangent(self, Z: Features, V: Features) -> Features:
+        unit = _unit(Z)
+        return V - (V * unit).sum(-1, keepdim=True) * unit
+
+    def retract(self, Z: Features, V: Features) -> Features:
+        radius = torch.linalg.vector_norm(Z, dim=-1, keepdim=True) if self.radius is None else self.radius
+        return radius * _unit(Z + V)
+
+
+@dataclass(frozen=True)
+class Whitened(Constraint):
+    """Each sample's features have ZᵀZ/S = I: uncorrelated, of unit mean square (they are not centred). Needs S ≥ F."""
+
+    def place(self, Z: Features) -> Features:
+        tokens, width = Z.shape[-2:]
+        if tokens < width:
+            raise XentflowError(
+                f"Whitened: expected at least as many tokens as features, got {tokens} tokens of {width} features"
+            )
+        Q, R = torch.linalg.qr(Z)
+        # A positive diagonal makes the factor unique, and continuous in Z.
+        signs = torch.where(R.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(Z.dtype)
+        placed: Tensor = math.sqrt(tokens) * Q * signs.unsqueeze(-2)
+        return placed
+
+    def tangent(self, Z: Features, V: Features) -> Features:
+        inner = Z.mT @ V
+        return V - Z @ (inner + inner.mT) / (2 * Z.shape[-2])
+
+    def retract(self, Z: Features, V: Features) -> Features:
+        return self.place(Z + V)
+
+
+def _unit(Z: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(Z, dim=-1, keepdim=True)
+    # A token at the origin has no direction; it stays there rather than becoming NaN.
+    return Z / norm.clamp_min(torch.finfo(Z.dtype).tiny)

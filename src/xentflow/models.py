@@ -1,0 +1,285 @@
+"""Models N(Z): features to logits, with the pullback M ↦ M : ∂_Z N through which every gradient passes.
+
+========= ============ =======================
+model     N            pullback(M)
+========= ============ =======================
+Linear    Zθᵀ + b      Mθ
+Quadratic ZθZᵀ         MZθᵀ + MᵀZθ
+Bilinear  ZθYᵀ         MYθᵀ
+Functional f(Z)        a vector-Jacobian product
+========= ============ =======================
+
+A leading dimension H on θ means heads: logits gain it before S, and pullbacks sum over it. There is no softmax here.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from xentflow.axes import Axis, dimension, require_alike, require_finite, require_float_tensor
+from xentflow.errors import XentflowError
+
+Roles = Literal["both", "own"]
+Features = Float[Tensor, "*batch S F"]
+Logits = Float[Tensor, "*batch S K"]
+
+
+class Model(nn.Module, ABC):
+    """A differentiable map from features to logits.
+
+    A tensor given as an ``nn.Parameter`` becomes a parameter of the module; any other becomes a buffer and keeps the
+    autograd graph it came with.
+    """
+
+    heads: int | None = None
+    """H, where logits carry a head dimension before S."""
+
+    pullback_degree: Literal[0, 1] | None = None
+    """Degree in Z of the pullback: 0 where N is affine, 1 where it is quadratic, None where nothing is known."""
+
+    is_gradient: bool = True
+    """Whether ``pullback`` is the whole derivative, so that moving along it is a gradient flow."""
+
+    @abstractmethod
+    def logits(self, Z: Features) -> Logits:
+        """N(Z)."""
+
+    def pullback(self, Z: Features, M: Logits, axis: Axis | None = None) -> Features:
+        """M : ∂_Z N at Z. The axis matters only to a model in which a token owns one of several roles."""
+        pulled: Tensor = torch.func.vjp(self.logits, Z)[1](M)[0]
+        return pulled
+
+    def forward(self, Z: Features) -> Logits:
+        return self.logits(Z)
+
+    def operator_norm(self) -> Tensor:
+        """The largest singular value of Z ↦ N(Z) − N(0), where N is affine (a leading dimension: one per sample)."""
+        raise XentflowError(f"{type(self).__name__} is not affine in Z: it has no operator norm")
+
+    def _hold(self, name: str, value: Tensor | None) -> None:
+        if isinstance(value, nn.Parameter):
+            self.register_parameter(name, value)
+        else:
+            self.register_buffer(name, value)
+
+    def _require_width(self, Z: Tensor, width: int) -> None:
+        require_float_tensor("Z", Z, "(*batch, S, F)", 2)
+        if Z.shape[-1] != width:
+            raise XentflowError(f"Z: expected (*batch, S, {width}) to match theta, got {tuple(Z.shape)}")
+
+
+class Linear(Model):
+    """N = Zθᵀ + b; pullback Mθ.
+
+    theta: θ ``(K, F)`` or ``(H, K, F)``; bias: b ``(K,)`` or ``(H, K)``.
+    """
+
+    pullback_degree: Literal[0, 1] | None = 0
+    theta: Tensor
+    bias: Tensor | None
+
+    def __init__(self, theta: Float[Tensor, "*H K F"], bias: Float[Tensor, "*H K"] | None = None) -> None:
+        super().__init__()
+        _require_theta(theta, "(K, F) or (H, K, F)")
+        if bias is not None:
+            require_float_tensor("bias", bias, "(K,) or (H, K)", 1)
+            require_finite("bias", bias)
+            require_alike("bias", bias, "theta", theta)
+            if bias.shape != theta.shape[:-1]:
+                raise XentflowError(f"bias: expected {tuple(theta.shape[:-1])} to match theta, got {tuple(bias.shape)}")
+        self.heads = theta.shape[0] if theta.ndim == 3 else None
+        self._hold("theta", theta)
+        self._hold("bias", bias)
+
+    def logits(self, Z: Features) -> Logits:
+        self._require_width(Z, self.theta.shape[-1])
+        N = _per_head(Z, self.heads) @ self.theta.mT
+        return N if self.bias is None else N + self.bias.unsqueeze(-2)
+
+    def pullback(self, Z: Features, M: Logits, axis: Axis | None = None) -> Features:
+        return _summed_over_heads(M @ self.theta, self.heads)
+
+    def operator_norm(self) -> Tensor:
+        norm: Tensor = torch.linalg.matrix_norm(self.theta.flatten(0, -2), 2)
+        return norm
+
+
+class Quadratic(Model):
+    """N = ZθZᵀ, θ any square matrix; K = S. Pullback MZθᵀ + MᵀZθ.
+
+    A token is a query (its row of N) and a key (its column). ``roles="both"`` is the exact derivative. ``roles="own"``
+    keeps the role in which the token owns its distribution, query on the classes axis and key on the sequence axis:
+    each token then descends its own ℓ with the others held fixed. That is a game, not a gradient flow.
+
+    theta: θ ``(F, F)`` or ``(H, F, F)``; see ``from_factor`` for θ = φφᵀ.
+    """
+
+    pullback_degree: Literal[0, 1] | None = 1
+    theta: Tensor | None
+    phi: Tensor | None
+
+    def __init__(self, theta: Float[Tensor, "*H F F"], roles: Roles = "both") -> None:
+        super().__init__()
+        _require_theta(theta, "(F, F) or (H, F, F)")
+        if theta.shape[-1] != theta.shape[-2]:
+            raise XentflowError(f"theta: expected a square (F, F) or (H, F, F), got {tuple(theta.shape)}")
+        self._set_up(theta, None, roles)
+
+    @classmethod
+    def from_factor(cls, phi: Float[Tensor, "*H F R"], roles: Roles = "both") -> "Quadratic":
+        """The model with θ = φφᵀ, φ ``(F, R)`` or ``(H, F, R)``, R any rank; θ itself is never formed."""
+        _require_theta(phi, "(F, R) or (H, F, R)", name="phi")
+        model = cls.__new__(cls)
+        super(Quadratic, model).__init__()
+        model._set_up(None, phi, roles)
+        return model
+
+    def _set_up(self, theta: Tensor | None, phi: Tensor | None, roles: Roles) -> None:
+        if roles not in ("both", "own"):
+            raise XentflowError(f'roles: expected "both" or "own", got {roles!r}')
+        self.roles: Roles = roles
+        self.is_gradient = roles == "both"
+        self._hold("theta", theta)
+        self._hold("phi", phi)
+        weight = self._weight
+        self.heads = weight.shape[0] if weight.ndim == 3 else None
+
+    def logits(self, Z: Features) -> Logits:
+        self._require_width(Z, self._weight.shape[-2])
+        per_head = _per_head(Z, self.heads)
+        if self.phi is not None:
+            projected = per_head @ self.phi
+            return projected @ projected.mT
+        return self._times_theta(per_head) @ per_head.mT
+
+    def pullback(self, Z: Features, M: Logits, axis: Axis | None = None) -> Features:
+        if self.roles == "both":
+            return self.query_pullback(Z, M) + self.key_pullback(Z, M)
+        if axis is None:
+            raise XentflowError('pullback with roles="own": expected the axis, which says which role a token owns')
+        return self.query_pullback(Z, M) if dimension(axis) == -1 else self.key_pullback(Z, M)
+
+    def query_pullback(self, Z: Features, M: Logits) -> Features:
+        """MZθᵀ: what reaches a token through its row of N."""
+        return _summed_over_heads(self._times_theta(M @ _per_head(Z, self.heads), transposed=True), self.heads)
+
+    def key_pullback(self, Z: Features, M: Logits) -> Features:
+        """MᵀZθ: what reaches a token through its column of N."""
+        return _summed_over_heads(self._times_theta(M.mT @ _per_head(Z, self.heads)), self.heads)
+
+    def pullback_norm(self, M: Logits) -> Tensor:
+        """An upper bound, over all samples, of the operator norm of Z ↦ pullback(Z, M)."""
+        rows, columns = M.abs().sum(-1).amax(-1), M.abs().sum(-2).amax(-1)
+        of_theta = torch.linalg.matrix_norm(self.full_theta(), 2)
+        bound: Tensor = 2 * (rows * columns).sqrt() * of_theta
+        return (bound if self.heads is None else bound.sum(-1)).amax()
+
+    def full_theta(self) -> Float[Tensor, "*H F F"]:
+        """θ, formed from φ if need be."""
+        if self.phi is not None:
+            return self.phi @ self.phi.mT
+        assert self.theta is not None
+        return self.theta
+
+    @property
+    def _weight(self) -> Tensor:
+        weight = self.phi if self.phi is not None else self.theta
+        assert weight is not None
+        return weight
+
+    def _times_theta(self, X: Tensor, transposed: bool = False) -> Tensor:
+        if self.phi is not None:
+            return (X @ self.phi) @ self.phi.mT
+        assert self.theta is not None
+        return X @ (self.theta.mT if transposed else self.theta)
+
+
+class Bilinear(Model):
+    """N = ZθYᵀ for a context Y of its own length and width; pullback MYθᵀ.
+
+    theta: θ ``(F, G)`` or ``(H, F, G)``; context: Y ``(*batch, K, G)``.
+    """
+
+    pullback_degree: Literal[0, 1] | None = 0
+    theta: Tensor
+    context: Tensor
+
+    def __init__(self, theta: Float[Tensor, "*H F G"], context: Float[Tensor, "*batch K G"]) -> None:
+        super().__init__()
+        _require_theta(theta, "(F, G) or (H, F, G)")
+        require_float_tensor("context", context, "(*batch, K, G)", 2)
+        require_finite("context", context)
+        require_alike("context", context, "theta", theta)
+        if context.shape[-1] != theta.shape[-1]:
+            raise XentflowError(
+                f"context: expected (*batch, K, {theta.shape[-1]}) to match theta, got {tuple(context.shape)}"
+            )
+        self.heads = theta.shape[0] if theta.ndim == 3 else None
+        self._hold("theta", theta)
+        self._hold("context", context)
+
+    def logits(self, Z: Features) -> Logits:
+        self._require_width(Z, self.theta.shape[-2])
+        self._require_batch(Z)
+        return _per_head(Z, self.heads) @ self._keys().mT
+
+    def pullback(self, Z: Features, M: Logits, axis: Axis | None = None) -> Features:
+        return _summed_over_heads(M @ self._keys(), self.heads)
+
+    def operator_norm(self) -> Tensor:
+        keys = self._keys()
+        norm: Tensor = torch.linalg.matrix_norm(keys if self.heads is None else keys.flatten(-3, -2), 2)
+        return norm
+
+    def _keys(self) -> Tensor:
+        return _per_head(self.context, self.heads) @ self.theta.mT
+
+    def _require_batch(self, Z: Tensor) -> None:
+        batch = self.context.shape[:-2]
+        if batch and batch != Z.shape[:-2]:
+            raise XentflowError(
+                f"Z: expected the batch of the context, {tuple(batch)}, got {tuple(Z.shape[:-2])}; "
+                "a context without batch dimensions is shared by all"
+            )
+
+
+class Functional(Model):
+    """N = f(Z) for any differentiable f, a network for example, that treats samples of a batch independently.
+
+    fn: Z ``(*batch, S, F)`` to N ``(*batch, S, K)``, or ``(*batch, H, S, K)`` with ``heads=H``.
+    """
+
+    def __init__(self, fn: Callable[[Tensor], Tensor], heads: int | None = None) -> None:
+        super().__init__()
+        if not callable(fn):
+            raise XentflowError(f"fn: expected a callable from features to logits, got {type(fn).__name__}")
+        self.fn = fn
+        self.heads = heads
+
+    def logits(self, Z: Features) -> Logits:
+        N = self.fn(Z)
+        expected = Z.ndim + (self.heads is not None)
+        if not isinstance(N, Tensor) or N.ndim != expected or N.shape[: Z.ndim - 2] != Z.shape[:-2]:
+            came = tuple(N.shape) if isinstance(N, Tensor) else type(N).__name__
+            heads = "" if self.heads is None else f"{self.heads}, "
+            raise XentflowError(f"fn: expected logits (*batch, {heads}S, K) for Z {tuple(Z.shape)}, got {came}")
+        return N
+
+
+def _require_theta(value: Tensor, shape: str, name: str = "theta") -> None:
+    require_float_tensor(name, value, shape, 2)
+    if value.ndim > 3:
+        raise XentflowError(f"{name}: expected {shape}, got {tuple(value.shape)}")
+    require_finite(name, value)
+
+
+def _per_head(Z: Tensor, heads: int | None) -> Tensor:
+    return Z if heads is None else Z.unsqueeze(-3)
+
+
+def _summed_over_heads(pulled: Tensor, heads: int | None) -> Tensor:
+    return pulled if heads is None else pulled.sum(-3)

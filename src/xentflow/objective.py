@@ -1,0 +1,120 @@
+"""The objective ℓ = ⟨1, Ω(N)⟩ − ⟨C, N⟩ of logits N against targets C, and its residual R = p − C.
+
+For Ω = LogSumExp and C summing to one along the axis this is the cross-entropy −⟨C, log p⟩. There is no model here.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from xentflow.axes import Axis, require_alike, require_finite, require_float_tensor, require_mask
+from xentflow.errors import XentflowError
+from xentflow.potentials import Logits, LogSumExp, Mask, PerDistribution, Potential
+
+Targets = Float[Tensor, "..."] | Int[Tensor, "..."]
+"""Targets like N; or integer labels, one a distribution, where a one-hot C is meant."""
+
+
+class Objective:
+    """ℓ from a convex potential Ω.
+
+    Targets C must lie in the domain of Ω*, or ℓ would have no lower bound: for LogSumExp and Entmax every distribution
+    is non-negative and sums to one; for Softplus every entry is in [0, 1]; for HalfSquare anything goes.
+    """
+
+    def __init__(self, potential: Potential) -> None:
+        if not isinstance(potential, Potential):
+            raise XentflowError(f"potential: expected a Potential such as LogSumExp, got {type(potential).__name__}")
+        self.potential = potential
+
+    def __repr__(self) -> str:
+        return f"Objective({self.potential!r})"
+
+    @property
+    def axis(self) -> Axis:
+        return self.potential.axis
+
+    def per_distribution(self, N: Logits, C: Targets, mask: Mask | None = None) -> PerDistribution:
+        """ℓ of each row (axis "classes") or column (axis "sequence"), accurate for confident logits."""
+        C = self._checked(N, C, mask)
+        return self.potential.tilted(N, C, mask)
+
+    def value(self, N: Logits, C: Targets, mask: Mask | None = None) -> Float[Tensor, "*batch"]:
+        """ℓ of each sample: the distributions of one logit matrix summed."""
+        return self.per_distribution(N, C, mask).sum(-1)
+
+    def residual(self, N: Logits, C: Targets, mask: Mask | None = None) -> Logits:
+        """R = ∇Ω(N) − C = ∂ℓ/∂N."""
+        C = self._checked(N, C, mask)
+        return self.potential.gradient(N, mask) - C
+
+    def gap(self, N: Logits, C: Targets, mask: Mask | None = None) -> PerDistribution:
+        """The Fenchel–Young gap Ω(N) + Ω*(C) − ⟨C, N⟩ ≥ 0 of each distribution, zero where p = C."""
+        C = self._checked(N, C, mask)
+        conjugate = self.potential.conjugate(C)
+        if mask is not None:
+            conjugate = conjugate.masked_fill(~mask.expand(N.shape).any(self.potential.dim), 0)
+        return self.potential.tilted(N, C, mask) + conjugate
+
+    def targets(self, C: Any, N: Tensor, mask: Mask | None = None) -> Tensor:
+        """C as a validated floating tensor of the shape of the logits N, zero where masked.
+
+        C has the shape of N, with size-one leading dimensions where it is shared, or is one ``(S, K)`` matrix for all;
+        or it holds integer labels, in the shape of N without the axis.
+        """
+        if mask is not None:
+            require_mask(mask, N)
+        if not isinstance(C, Tensor):
+            raise XentflowError(f"C: expected a torch.Tensor of targets or labels, got {type(C).__name__}")
+        if C.dtype == torch.bool or not (C.is_floating_point() or C.is_complex()):
+            C = self._one_hot(C, N)
+        require_float_tensor("C", C, "like the logits", 2)
+        require_alike("C", C, "the features", N)
+        if not _is_shared_form_of(C.shape, N.shape):
+            raise XentflowError(
+                f"C: expected the shape of the logits, {tuple(N.shape)} (leading dimensions may be 1), one matrix "
+                f"{tuple(N.shape[-2:])} for all, or integer labels, got {tuple(C.shape)}"
+            )
+        require_finite("C", C)
+        targets: Tensor = C.expand(N.shape)
+        self.potential.require_domain("C", targets, mask)
+        return targets if mask is None else targets.masked_fill(~mask, 0)
+
+    def _one_hot(self, C: Tensor, N: Tensor) -> Tensor:
+        dim = self.potential.dim
+        if C.shape == N.shape:
+            return C.to(N.dtype)
+        shape = N.select(dim, 0).shape
+        if not _is_shared_form_of(C.shape, shape, trailing=1):
+            raise XentflowError(
+                f'C: expected integer labels {tuple(shape)}, one for each distribution along axis="{self.axis}" '
+                f"of the logits {tuple(N.shape)}, got {tuple(C.shape)}"
+            )
+        labels, classes = C.expand(shape).long().unsqueeze(dim), N.shape[dim]
+        lowest, highest = (int(labels.min()), int(labels.max())) if not torch.compiler.is_compiling() else (0, 0)
+        if lowest < 0 or highest >= classes:
+            raise XentflowError(f"C: expected labels from 0 to {classes - 1}, got {lowest} to {highest}")
+        return torch.zeros_like(N).scatter(dim, labels, 1)
+
+    def _checked(self, N: Tensor, C: Any, mask: Mask | None) -> Tensor:
+        require_float_tensor("N", N, "(*batch, S, K)", 2)
+        require_finite("N", N)
+        return self.targets(C, N, mask)
+
+
+class CrossEntropy(Objective):
+    """ℓ = ⟨1, LSE(N)⟩ − ⟨C, N⟩, short for ``Objective(LogSumExp(axis, temperature))``."""
+
+    def __init__(self, axis: Axis, temperature: float = 1.0) -> None:
+        super().__init__(LogSumExp(axis, temperature))
+
+
+def _is_shared_form_of(shape: torch.Size, full: torch.Size, trailing: int = 2) -> bool:
+    """Whether a tensor means one of the full shape: leading dimensions equal or one, or absent altogether."""
+    if shape[-trailing:] != full[-trailing:]:
+        return False
+    return len(shape) == trailing or (
+        len(shape) == len(full) and all(came in (1, wanted) for came, wanted in zip(shape, full, strict=True))
+    )
