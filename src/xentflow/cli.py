@@ -1,0 +1,73 @@
+"""The command line: parse and dispatch only.
+
+Exit status 0: done, and everything as expected; 1: it failed; 2: it was asked for wrongly.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser
+from rich.console import Console
+from rich.markup import escape
+
+from xentflow import __version__
+from xentflow.errors import XentflowError
+
+
+@dataclass(frozen=True)
+class _Command:
+    summary: str
+    load: Callable[[], tuple[type[Any], Callable[[Any, Path], int]]]
+    """Gives the typed configuration and what runs it; imported only when the command line is used."""
+
+
+def _verify() -> tuple[type[Any], Callable[[Any, Path], int]]:
+    from xentflow.claims import verify
+
+    return verify.VerifyConfig, verify.run
+
+
+_COMMANDS = {
+    "verify": _Command("Try the paper's claims, and the package's own, on random instances.", _verify),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    parser = ArgumentParser(prog="xentflow", description="Attention you can derive.", version=__version__)
+    commands = parser.add_subcommands(dest="command", required=True)
+    for name, command in _COMMANDS.items():
+        commands.add_subcommand(name, _parser(name, command), help=command.summary)
+    settings = parser.parse_args(arguments)
+    name = settings.command
+    config_type, run = _COMMANDS[name].load()
+    values = vars(settings[name])
+    complain = Console(stderr=True, highlight=False, soft_wrap=True).print
+    try:
+        config = config_type(**{field.name: values[field.name] for field in fields(config_type)})
+    except XentflowError as error:
+        complain(f"[bold red]xentflow {name}:[/] {escape(str(error))}")
+        return 2
+    try:
+        return run(config, Path(values["output"]))
+    except XentflowError as error:
+        complain(f"[bold red]xentflow {name}:[/] {escape(str(error))}")
+        return 1
+    except KeyboardInterrupt:
+        complain(f"[bold red]xentflow {name}:[/] interrupted; every file in the output is whole")
+        return 130
+
+
+def _parser(name: str, command: _Command) -> ArgumentParser:
+    parser = ArgumentParser(description=command.summary)
+    parser.add_argument("--config", action="config", help="YAML file with these settings")
+    parser.add_argument("--output", metavar="DIR", default=f"results/{name}", help="folder for result.json")
+    parser.add_class_arguments(command.load()[0], as_group=False)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
