@@ -39,6 +39,9 @@ def _(info: object, in_dims: tuple[int | None, ...], gaps: Tensor, alpha: float,
 def weights(N: Tensor, alpha: float, dim: int) -> Tensor:
     """α-entmax of N along ``dim`` (negative), N possibly −∞ at masked entries but nowhere throughout."""
     N = N - N.amax(dim, keepdim=True).detach()
+    # What finds τ cannot do with NaN; a distribution that holds one (from +∞ too) is NaN throughout, like softmax.
+    lost = N.detach().isnan().any(dim, keepdim=True)
+    N = N.masked_fill(lost, 0)
     tau = _threshold(-N.detach(), alpha, dim)
     exponent = 1 / (alpha - 1)
     # The exact support is fixed before the Newton steps; powers of zero would have infinite derivatives.
@@ -53,4 +56,4 @@ def weights(N: Tensor, alpha: float, dim: int) -> Tensor:
         total = powers(tau, exponent).sum(dim, keepdim=True)
         slope = exponent * powers(tau, exponent - 1).sum(dim, keepdim=True)
         tau = tau + (total - 1) / slope
-    return powers(tau, exponent)
+    return powers(tau, exponent).masked_fill(lost, float("nan"))

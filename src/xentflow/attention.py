@@ -9,19 +9,24 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from xentflow.axes import Axis, dimension, require_alike, require_features, require_float_tensor
+from xentflow.axes import Axis, dimension, require_alike, require_features, require_finite, require_float_tensor
 from xentflow.errors import XentflowError
 from xentflow.models import Features
 
 
-def cross_attention(Z: Features, theta: Float[Tensor, "*batch K F"], *, axis: Axis) -> Features:
+def cross_attention(Z: Features, theta: Float[Tensor, "*theta_batch K F"], *, axis: Axis) -> Features:
     """CA(Z, θ) = softmax(Zθᵀ)θ, for θ ``(K, F)`` or one for each sample."""
     dim = dimension(axis)
     require_features(Z)
     require_float_tensor("theta", theta, "(K, F)", 2)
+    require_finite("theta", theta)
     require_alike("theta", theta, "Z", Z)
     if theta.shape[-1] != Z.shape[-1]:
         raise XentflowError(f"theta: expected (*batch, K, {Z.shape[-1]}) to match Z, got {tuple(theta.shape)}")
+    if theta.ndim > 2 and theta.shape[:-2] != Z.shape[:-2]:
+        raise XentflowError(
+            f"theta: expected (K, F), or one for each sample of Z {tuple(Z.shape)}, got {tuple(theta.shape)}"
+        )
     return torch.softmax(Z @ theta.mT, dim) @ theta
 
 

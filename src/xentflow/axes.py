@@ -50,6 +50,17 @@ def is_finite(value: Tensor) -> bool:
     return holds(torch.isfinite(value.sum())) or holds(torch.isfinite(value))
 
 
+def require_type(name: str, value: Any, kind: type) -> None:
+    """Raise unless ``value`` is an instance of ``kind``."""
+    if not isinstance(value, kind):
+        raise XentflowError(f"{name}: expected an instance of {kind.__name__}, got {_shown(value)}")
+
+
+def is_number(value: Any, above: float = 0.0, below: float = float("inf")) -> bool:
+    """Whether ``value`` is a real number strictly between two bounds; True and False are no numbers here."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and above < value < below
+
+
 def require_float_tensor(name: str, value: Any, shape: str, ndim: int) -> None:
     """Raise unless ``value`` is a non-empty floating tensor of at least ``ndim`` dimensions."""
     if not isinstance(value, Tensor):
@@ -88,7 +99,7 @@ def require_alike(name: str, value: Tensor, reference_name: str, reference: Tens
 
 
 def require_mask(mask: Any, logits: Tensor) -> None:
-    """Raise unless ``mask`` is boolean and broadcasts to the logits."""
+    """Raise unless ``mask`` is boolean, on the logits' device, and broadcasts to them."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         came = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise XentflowError(f"mask: expected a boolean tensor, True where an entry takes part, got {came}")
@@ -97,3 +108,9 @@ def require_mask(mask: Any, logits: Tensor) -> None:
         raise XentflowError(
             f"mask: expected a shape that broadcasts to the logits {tuple(logits.shape)}, got {tuple(mask.shape)}"
         )
+    if mask.device != logits.device:
+        raise XentflowError(f"mask: expected the device of the logits, {logits.device}, got {mask.device}")
+
+
+def _shown(value: Any) -> str:
+    return f"the class {value.__name__} itself" if isinstance(value, type) else type(value).__name__

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from xentflow.axes import is_number, require_alike, require_features, require_float_tensor
 from xentflow.errors import XentflowError
 from xentflow.models import Features
 
@@ -37,12 +38,15 @@ class Free(Constraint):
     """No constraint."""
 
     def place(self, Z: Features) -> Features:
+        require_features(Z)
         return Z
 
     def tangent(self, Z: Features, V: Features) -> Features:
+        _require_move(Z, V)
         return V
 
     def retract(self, Z: Features, V: Features) -> Features:
+        _require_move(Z, V)
         return Z + V
 
 
@@ -56,17 +60,20 @@ class Sphere(Constraint):
     radius: float | None = None
 
     def __post_init__(self) -> None:
-        if self.radius is not None and not 0 < self.radius < float("inf"):
+        if self.radius is not None and not is_number(self.radius):
             raise XentflowError(f"radius: expected a positive finite number or None, got {self.radius!r}")
 
     def place(self, Z: Features) -> Features:
+        require_features(Z)
         return Z if self.radius is None else self.radius * _unit(Z)
 
     def tangent(self, Z: Features, V: Features) -> Features:
+        _require_move(Z, V)
         unit = _unit(Z)
         return V - (V * unit).sum(-1, keepdim=True) * unit
 
     def retract(self, Z: Features, V: Features) -> Features:
+        _require_move(Z, V)
         radius = torch.linalg.vector_norm(Z, dim=-1, keepdim=True) if self.radius is None else self.radius
         return radius * _unit(Z + V)
 
@@ -76,23 +83,39 @@ class Whitened(Constraint):
     """Each sample's features have ZᵀZ/S = I: uncorrelated, of unit mean square (they are not centred). Needs S ≥ F."""
 
     def place(self, Z: Features) -> Features:
+        require_features(Z)
+        return self._orthonormalised(Z)
+
+    def _orthonormalised(self, Z: Features) -> Features:
         tokens, width = Z.shape[-2:]
         if tokens < width:
             raise XentflowError(
                 f"Whitened: expected at least as many tokens as features, got {tokens} tokens of {width} features"
             )
-        Q, R = torch.linalg.qr(Z)
+        # No QR factorisation exists in half precision.
+        Q, R = torch.linalg.qr(Z.to(torch.promote_types(Z.dtype, torch.float32)))
         # A positive diagonal makes the factor unique, and continuous in Z.
-        signs = torch.where(R.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(Z.dtype)
+        signs = torch.where(R.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(Q.dtype)
         placed: Tensor = math.sqrt(tokens) * Q * signs.unsqueeze(-2)
-        return placed
+        return placed.to(Z.dtype)
 
     def tangent(self, Z: Features, V: Features) -> Features:
+        _require_move(Z, V)
         inner = Z.mT @ V
         return V - Z @ (inner + inner.mT) / (2 * Z.shape[-2])
 
     def retract(self, Z: Features, V: Features) -> Features:
-        return self.place(Z + V)
+        _require_move(Z, V)
+        return self._orthonormalised(Z + V)
+
+
+def _require_move(Z: Features, V: Features) -> None:
+    """Raise unless V can move Z; values are on trust, so that a step which overflows can be told from bad input."""
+    require_float_tensor("Z", Z, "(*batch, S, F)", 2)
+    require_float_tensor("V", V, "like Z", 2)
+    require_alike("V", V, "Z", Z)
+    if V.shape != Z.shape:
+        raise XentflowError(f"V: expected the shape of Z, {tuple(Z.shape)}, got {tuple(V.shape)}")
 
 
 def _unit(Z: Tensor) -> Tensor:

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from xentflow.axes import require_features
+from xentflow.axes import require_type
 from xentflow.constraints import Constraint, Free
 from xentflow.errors import XentflowError
-from xentflow.gradient import attention_term, printed_attention_term, target_term
+from xentflow.gradient import HeadWeights, attention_term, checked_targets, printed_attention_term, target_term
 from xentflow.models import Features, Model, Quadratic
 from xentflow.objective import Objective, Targets
 from xentflow.potentials import Mask
@@ -41,7 +41,8 @@ class GradientFlow:
     fall. ``printed_form`` takes the paper's attention term for the quadratic model as printed (see ``gradient``), which
     is no gradient flow either; ``is_gradient`` says.
 
-    C: targets like the logits, or integer labels; mask: True where a logit takes part.
+    C: targets like the logits, or integer labels; mask: True where a logit takes part; target_model: another θ for the
+    target term (the paper's θ^(ℓ+½)), which leaves no common energy; head_weights: w in ℓ = Σ w_h ℓ_h.
     """
 
     def __init__(
@@ -52,32 +53,49 @@ class GradientFlow:
         constraint: Constraint | None = None,
         mask: Mask | None = None,
         printed_form: bool = False,
+        target_model: Model | None = None,
+        head_weights: HeadWeights | None = None,
     ) -> None:
+        require_type("objective", objective, Objective)
+        require_type("model", model, Model)
         if printed_form and not (isinstance(model, Quadratic) and model.is_gradient):
             raise XentflowError('printed_form: expected a Quadratic model with roles="both"')
         self.objective = objective
         self.model = model
         self.constraint = Free() if constraint is None else constraint
+        require_type("constraint", self.constraint, Constraint)
         self.mask = mask
-        self.is_gradient = model.is_gradient and not printed_form
+        self.target_model = model if target_model is None else target_model
+        self.head_weights = head_weights
+        self.is_gradient = model.is_gradient and not printed_form and target_model is None
         self._given = C
-        self._checked: tuple[tuple[int, ...], Tensor] | None = None
-        attention = printed_attention_term if printed_form else attention_term
-        self._attention: Callable[[Tensor], Tensor] = partial(attention, objective, model, mask=mask)  # type: ignore[arg-type]
+        self._checked: tuple[tuple[torch.Size, torch.dtype, torch.device], Tensor] | None = None
+        self._printed_form = printed_form
+
+    @classmethod
+    def trusting(cls, objective: Objective, model: Model, C: Tensor, Z: Features, **settings: Any) -> "GradientFlow":
+        """A flow for features like Z whose C is known to be right, by whoever made it."""
+        flow = cls(objective, model, C, **settings)
+        flow._checked = ((Z.shape, Z.dtype, Z.device), C)
+        return flow
 
     def targets(self, Z: Features) -> Tensor:
-        """C as a floating tensor of the shape of the logits, validated when Z first has a shape."""
-        if self._checked is None or self._checked[0] != tuple(Z.shape):
-            require_features(Z)
-            C = self.objective.targets(self._given, self.model.logits(Z), self.mask)
-            self._checked = (tuple(Z.shape), C)
-        return self._checked[1]
+        """C as a floating tensor of the shape of the logits.
+
+        Everything is validated when features of a new kind (shape, dtype, device) come. Features of the same kind are
+        points of a path then, and their values are on trust: where they overflow, so do velocity and energy.
+        """
+        if self._checked is not None and isinstance(Z, Tensor) and self._checked[0] == (Z.shape, Z.dtype, Z.device):
+            return self._checked[1]
+        C = checked_targets(self.objective, self.model, Z, self._given, self.mask)
+        self._checked = ((Z.shape, Z.dtype, Z.device), C)
+        return C
 
     @property
     def terms(self) -> tuple[FlowTerm, FlowTerm]:
         """The attention term −P·attention and the target term P·target, in the order of the paper's half-steps."""
         retract = self.constraint.retract
-        degree = self.model.pullback_degree if isinstance(self.constraint, Free) else None
+        degree = self.target_model.pullback_degree if isinstance(self.constraint, Free) else None
         return (
             FlowTerm("attention", self._attention_velocity, retract),
             FlowTerm("target", self._target_velocity, retract, degree, self._target_norm),
@@ -85,8 +103,8 @@ class GradientFlow:
 
     def velocity(self, Z: Features) -> Features:
         """Ż at Z."""
-        gradient = self._attention(Z) - target_term(self.objective, self.model, Z, self.targets(Z))
-        return -self.constraint.tangent(Z, gradient)
+        target = self._target(Z)
+        return self.constraint.tangent(Z, target - self._attention(Z))
 
     def retract(self, Z: Features, V: Features) -> Features:
         """Z moved by V, within the constraint."""
@@ -94,23 +112,40 @@ class GradientFlow:
 
     def energy(self, Z: Features) -> PerSample:
         """ℓ of each sample: all its distributions and heads summed."""
-        values = self.objective.value(self.model.logits(Z), self.targets(Z), self.mask)
-        return values if self.model.heads is None else values.sum(-1)
+        C = self.targets(Z)
+        # Not ``objective.value``, which refuses logits that overflow: a line search must see that such a step is bad.
+        values = self.objective.potential.tilted(self.model.logits(Z), C, self.mask).sum(-1)
+        if self.model.heads is None:
+            return values
+        return (values if self.head_weights is None else values * self.head_weights.flatten()).sum(-1)
 
     def dissipation(self, Z: Features) -> PerSample:
         """−dℓ/dt along the flow, each sample: ‖Ż‖² for a gradient flow (the paper prints half of that)."""
         if not self.is_gradient:
             raise XentflowError(
-                "dissipation: expected a gradient flow; with the own role or the printed form ℓ need not fall"
+                "dissipation: expected a gradient flow; with the own role, the printed form or another θ for the "
+                "target term ℓ need not fall"
             )
         return self.velocity(Z).square().sum((-2, -1))
 
     def _attention_velocity(self, Z: Features) -> Features:
+        self.targets(Z)
         return -self.constraint.tangent(Z, self._attention(Z))
 
     def _target_velocity(self, Z: Features) -> Features:
-        return self.constraint.tangent(Z, target_term(self.objective, self.model, Z, self.targets(Z)))
+        return self.constraint.tangent(Z, self._target(Z))
+
+    def _attention(self, Z: Features) -> Features:
+        # Under autocast products come in half precision; the features themselves keep theirs.
+        if self._printed_form:
+            assert isinstance(self.model, Quadratic)
+            return printed_attention_term(self.objective, self.model, Z, self.mask, self.head_weights).to(Z.dtype)
+        return attention_term(self.objective, self.model, Z, self.mask, self.head_weights).to(Z.dtype)
+
+    def _target(self, Z: Features) -> Features:
+        return target_term(self.objective, self.target_model, Z, self.targets(Z), self.head_weights).to(Z.dtype)
 
     def _target_norm(self, Z: Tensor) -> Tensor:
-        assert isinstance(self.model, Quadratic)
-        return self.model.pullback_norm(self.targets(Z))
+        assert isinstance(self.target_model, Quadratic)
+        C = self.targets(Z)
+        return self.target_model.pullback_norm(C if self.head_weights is None else C * self.head_weights)

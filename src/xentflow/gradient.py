@@ -6,13 +6,17 @@ quadratic model they are pZθᵀ + pᵀZθ and CZθᵀ + CᵀZθ (Eq. 8, correct
 
 from dataclasses import dataclass
 
+from jaxtyping import Float
 from torch import Tensor
 
-from xentflow.axes import require_alike, require_features
+from xentflow.axes import require_alike, require_features, require_type
 from xentflow.errors import XentflowError
-from xentflow.models import Features, Model, Quadratic
+from xentflow.models import Features, Logits, Model, Quadratic
 from xentflow.objective import Objective, Targets
-from xentflow.potentials import Logits, Mask
+from xentflow.potentials import Mask
+
+HeadWeights = Float[Tensor, "H 1 1"]
+"""w in ℓ = Σ w_h ℓ_h, where heads do not count alike."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ def feature_gradient(
     objective: Objective, model: Model, Z: Features, C: Targets, mask: Mask | None = None
 ) -> FeatureGradient:
     """∂_Z ℓ of ``objective`` over ``model`` at Z for targets C; with ``roles="own"``, each token's own part of it."""
-    C = _checked_targets(objective, model, Z, C, mask)
+    C = checked_targets(objective, model, Z, C, mask)
     return FeatureGradient(attention_term(objective, model, Z, mask), target_term(objective, model, Z, C))
 
 
@@ -45,28 +49,44 @@ def printed_form(
     """
     if not isinstance(model, Quadratic) or not model.is_gradient:
         raise XentflowError('printed_form: expected a Quadratic model with roles="both", the only one the paper prints')
-    C = _checked_targets(objective, model, Z, C, mask)
+    C = checked_targets(objective, model, Z, C, mask)
     return FeatureGradient(printed_attention_term(objective, model, Z, mask), target_term(objective, model, Z, C))
 
 
-def attention_term(objective: Objective, model: Model, Z: Features, mask: Mask | None = None) -> Features:
-    """pullback(∇Ω(N(Z))), on features already checked."""
-    return model.pullback(Z, objective.potential.gradient(model.logits(Z), mask), objective.axis)
+def attention_term(
+    objective: Objective, model: Model, Z: Features, mask: Mask | None = None, head_weights: HeadWeights | None = None
+) -> Features:
+    """pullback(∇Ω(N(Z))), on features already checked; each head times its weight."""
+    p = objective.potential.gradient(model.logits(Z), mask)
+    return model.pullback(Z, p if head_weights is None else head_weights * p, objective.axis)
 
 
-def target_term(objective: Objective, model: Model, Z: Features, C: Logits) -> Features:
-    """pullback(C), on targets already checked."""
-    return model.pullback(Z, C, objective.axis)
+def target_term(
+    objective: Objective, model: Model, Z: Features, C: Logits, head_weights: HeadWeights | None = None
+) -> Features:
+    """pullback(C), on targets already checked; each head times its weight."""
+    return model.pullback(Z, C if head_weights is None else head_weights * C, objective.axis)
 
 
-def printed_attention_term(objective: Objective, model: Quadratic, Z: Features, mask: Mask | None = None) -> Features:
+def printed_attention_term(
+    objective: Objective,
+    model: Quadratic,
+    Z: Features,
+    mask: Mask | None = None,
+    head_weights: HeadWeights | None = None,
+) -> Features:
     """2pZθᵀ, the attention term of Eq. (8) as printed."""
     p = objective.potential.gradient(model.logits(Z), mask)
-    return 2 * model.query_pullback(Z, p)
+    return 2 * model.query_pullback(Z, p if head_weights is None else head_weights * p)
 
 
-def _checked_targets(objective: Objective, model: Model, Z: Features, C: Targets, mask: Mask | None) -> Tensor:
+def checked_targets(objective: Objective, model: Model, Z: Features, C: Targets, mask: Mask | None) -> Logits:
+    """C like the logits, after all that a gradient is made of has been validated."""
+    require_type("objective", objective, Objective)
+    require_type("model", model, Model)
     require_features(Z)
-    for parameter in (*model.parameters(), *model.buffers()):
-        require_alike("Z", Z, "the model", parameter)
-    return objective.targets(C, model.logits(Z), mask)
+    for held in model.tensors():
+        # A network may count or index in integers; only what meets Z in a product must share its dtype.
+        if held.is_floating_point():
+            require_alike("Z", Z, "the model", held)
+    return objective.targets(C, model.logits_like(Z), mask)

@@ -7,21 +7,23 @@ so a method keeps its order on a curved one; without a constraint this is the te
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from xentflow.axes import is_finite, require_features
+from xentflow.axes import holds, is_finite, is_number, require_alike, require_features, require_finite, require_type
 from xentflow.errors import Diverged, XentflowError
 from xentflow.flow import GradientFlow
 from xentflow.models import Features
+from xentflow.steps import LineSearch
 
 StepSize = float | Tensor
 """One number, or a tensor that broadcasts against Z."""
 
 
+@runtime_checkable
 class VectorField(Protocol):
     """What a stepper needs: a velocity, and a way to move by it."""
 
@@ -116,17 +118,18 @@ def integrate(
     one at every point, such as ``LineSearch``. Raises ``Diverged``, which holds the path so far, when Z or ℓ stops
     being finite.
     """
+    require_type("flow", flow, GradientFlow)
     require_features(Z0, "Z0")
     if not isinstance(method, Method):
-        raise XentflowError(f"method: expected an integrator or a splitting, got {type(method).__name__}")
+        raise XentflowError(f"method: expected an integrator or a splitting such as Strang(), got {method!r}")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise XentflowError(f"steps: expected a positive whole number, got {steps!r}")
     Z = flow.constraint.place(Z0)
     points, energies = [Z], [flow.energy(Z)]
     times = [torch.zeros_like(energies[0])]
     for count in range(1, steps + 1):
-        h = step(flow, Z) if callable(step) else step
-        require_step(h)
+        h = step_for(step, flow, Z, method)
+        require_step(h, Z)
         Z = method.advance(flow, Z, h)
         energy = flow.energy(Z) if is_finite(Z) else None
         if energy is None or not is_finite(energy):
@@ -142,14 +145,31 @@ def integrate(
     return Path(torch.stack(points), torch.stack(energies), torch.stack(times))
 
 
-def require_step(h: StepSize) -> None:
-    """Raise unless a step is finite and not negative."""
-    if isinstance(h, Tensor):
-        good = h.is_floating_point() and is_finite(h) and bool((h >= 0).all())
-    else:
-        good = isinstance(h, int | float) and 0 < h < float("inf")
-    if not good:
-        raise XentflowError(f"step: expected a positive finite number or a tensor of such, got {h!r}")
+def step_for(
+    step: StepSize | Callable[[GradientFlow, Tensor], Tensor], flow: GradientFlow, Z: Features, method: Method
+) -> StepSize:
+    """h at Z: what a rule gives, a line search searching along the method's own step; or the number itself."""
+    if isinstance(step, LineSearch):
+        return step(flow, Z, method.advance)
+    return step(flow, Z) if callable(step) else step
+
+
+def require_step(h: StepSize, Z: Features) -> None:
+    """Raise unless a step is a positive number, or a tensor of numbers not negative that broadcasts to Z."""
+    if not isinstance(h, Tensor):
+        if not is_number(h):
+            raise XentflowError(f"step: expected a positive finite number or a tensor of such, got {h!r}")
+        return
+    require_alike("step", h, "Z", Z)
+    require_finite("step", h)
+    if not holds(h >= 0):
+        raise XentflowError(f"step: expected no negative step, got {_shown(h)}")
+    trailing = Z.shape[Z.ndim - h.ndim :] if h.ndim <= Z.ndim else ()
+    if len(trailing) != h.ndim or any(came not in (1, n) for came, n in zip(h.shape, trailing, strict=True)):
+        raise XentflowError(
+            f"step: expected a shape that broadcasts to Z {tuple(Z.shape)}, one step a sample being "
+            f"{(*Z.shape[:-2], 1, 1)}, got {tuple(h.shape)}"
+        )
 
 
 def _elapsed(h: StepSize, like: Tensor) -> Tensor:

@@ -12,9 +12,10 @@ Functional f(Z)        a vector-Jacobian product
 A leading dimension H on θ means heads: logits gain it before S, and pullbacks sum over it. There is no softmax here.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Literal
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -24,16 +25,13 @@ from xentflow.axes import Axis, dimension, require_alike, require_finite, requir
 from xentflow.errors import XentflowError
 
 Roles = Literal["both", "own"]
+ModuleT = TypeVar("ModuleT", bound="_ModelModule")
 Features = Float[Tensor, "*batch S F"]
-Logits = Float[Tensor, "*batch S K"]
+Logits = Float[Tensor, "*batch_and_heads S K"]
 
 
-class Model(nn.Module, ABC):
-    """A differentiable map from features to logits.
-
-    A tensor given as an ``nn.Parameter`` becomes a parameter of the module; any other becomes a buffer and keeps the
-    autograd graph it came with.
-    """
+class Model(ABC):
+    """A differentiable map from features to logits."""
 
     heads: int | None = None
     """H, where logits carry a head dimension before S."""
@@ -53,12 +51,55 @@ class Model(nn.Module, ABC):
         pulled: Tensor = torch.func.vjp(self.logits, Z)[1](M)[0]
         return pulled
 
-    def forward(self, Z: Features) -> Logits:
-        return self.logits(Z)
-
     def operator_norm(self) -> Tensor:
         """The largest singular value of Z ↦ N(Z) − N(0), where N is affine (a leading dimension: one per sample)."""
         raise XentflowError(f"{type(self).__name__} is not affine in Z: it has no operator norm")
+
+    def logits_like(self, Z: Features) -> Logits:
+        """A tensor of the logits' shape and of Z's dtype and device, to be looked at for these alone."""
+        return Z.new_empty(()).expand(self._logits_shape(Z))
+
+    @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """θ and whatever else the model holds."""
+
+    @abstractmethod
+    def _logits_shape(self, Z: Features) -> tuple[int, ...]: ...
+
+    def _require_fit(self, Z: Tensor, weight: Tensor, width: int) -> None:
+        # Shapes and kinds only: values are looked at where a computation starts, not at every evaluation.
+        require_float_tensor("Z", Z, "(*batch, S, F)", 2)
+        if Z.shape[-1] != width:
+            raise XentflowError(f"Z: expected (*batch, S, {width}) to match theta, got {tuple(Z.shape)}")
+        require_alike("Z", Z, "theta", weight)
+
+
+class _ModelModule(nn.Module, Model):
+    """A model that holds its tensors as a module does.
+
+    A tensor given as an ``nn.Parameter`` becomes a parameter of the module; any other becomes a buffer and keeps the
+    autograd graph it came with.
+    """
+
+    _learnable: ClassVar[tuple[str, ...]] = ()
+
+    def forward(self, Z: Features) -> Logits:
+        return self.logits(Z)
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.parameters(), *self.buffers()]
+
+    def trainable(self: ModuleT) -> ModuleT:
+        """The same model with θ as parameters: those given as ``nn.Parameter`` are shared, other tensors are copied."""
+        twin = copy.copy(self)
+        twin._parameters, twin._buffers = dict(self._parameters), dict(self._buffers)
+        for name in self._learnable:
+            value = twin._buffers.pop(name, None)
+            if value is not None:
+                twin._parameters[name] = nn.Parameter(value.detach().clone())
+            elif name not in twin._parameters:
+                twin._buffers[name] = None
+        return twin
 
     def _hold(self, name: str, value: Tensor | None) -> None:
         if isinstance(value, nn.Parameter):
@@ -66,19 +107,15 @@ class Model(nn.Module, ABC):
         else:
             self.register_buffer(name, value)
 
-    def _require_width(self, Z: Tensor, width: int) -> None:
-        require_float_tensor("Z", Z, "(*batch, S, F)", 2)
-        if Z.shape[-1] != width:
-            raise XentflowError(f"Z: expected (*batch, S, {width}) to match theta, got {tuple(Z.shape)}")
 
-
-class Linear(Model):
+class Linear(_ModelModule):
     """N = Zθᵀ + b; pullback Mθ.
 
     theta: θ ``(K, F)`` or ``(H, K, F)``; bias: b ``(K,)`` or ``(H, K)``.
     """
 
     pullback_degree: Literal[0, 1] | None = 0
+    _learnable: ClassVar[tuple[str, ...]] = ("theta", "bias")
     theta: Tensor
     bias: Tensor | None
 
@@ -96,7 +133,7 @@ class Linear(Model):
         self._hold("bias", bias)
 
     def logits(self, Z: Features) -> Logits:
-        self._require_width(Z, self.theta.shape[-1])
+        self._require_fit(Z, self.theta, self.theta.shape[-1])
         N = _per_head(Z, self.heads) @ self.theta.mT
         return N if self.bias is None else N + self.bias.unsqueeze(-2)
 
@@ -104,21 +141,26 @@ class Linear(Model):
         return _summed_over_heads(M @ self.theta, self.heads)
 
     def operator_norm(self) -> Tensor:
-        norm: Tensor = torch.linalg.matrix_norm(self.theta.flatten(0, -2), 2)
-        return norm
+        return _spectral_norm(self.theta.flatten(0, -2))
+
+    def _logits_shape(self, Z: Features) -> tuple[int, ...]:
+        self._require_fit(Z, self.theta, self.theta.shape[-1])
+        return (*Z.shape[:-2], *_head_dimension(self.heads), Z.shape[-2], self.theta.shape[-2])
 
 
-class Quadratic(Model):
+class Quadratic(_ModelModule):
     """N = ZθZᵀ, θ any square matrix; K = S. Pullback MZθᵀ + MᵀZθ.
 
     A token is a query (its row of N) and a key (its column). ``roles="both"`` is the exact derivative. ``roles="own"``
     keeps the role in which the token owns its distribution, query on the classes axis and key on the sequence axis:
-    each token then descends its own ℓ with the others held fixed. That is a game, not a gradient flow.
+    each token then descends its own ℓ with all that it meets held fixed, its own other role included. That is a game,
+    not a gradient flow.
 
     theta: θ ``(F, F)`` or ``(H, F, F)``; see ``from_factor`` for θ = φφᵀ.
     """
 
     pullback_degree: Literal[0, 1] | None = 1
+    _learnable: ClassVar[tuple[str, ...]] = ("theta", "phi")
     theta: Tensor | None
     phi: Tensor | None
 
@@ -149,7 +191,7 @@ class Quadratic(Model):
         self.heads = weight.shape[0] if weight.ndim == 3 else None
 
     def logits(self, Z: Features) -> Logits:
-        self._require_width(Z, self._weight.shape[-2])
+        self._require_fit(Z, self._weight, self._weight.shape[-2])
         per_head = _per_head(Z, self.heads)
         if self.phi is not None:
             projected = per_head @ self.phi
@@ -174,7 +216,7 @@ class Quadratic(Model):
     def pullback_norm(self, M: Logits) -> Tensor:
         """An upper bound, over all samples, of the operator norm of Z ↦ pullback(Z, M)."""
         rows, columns = M.abs().sum(-1).amax(-1), M.abs().sum(-2).amax(-1)
-        of_theta = torch.linalg.matrix_norm(self.full_theta(), 2)
+        of_theta = _spectral_norm(self.full_theta())
         bound: Tensor = 2 * (rows * columns).sqrt() * of_theta
         return (bound if self.heads is None else bound.sum(-1)).amax()
 
@@ -184,6 +226,10 @@ class Quadratic(Model):
             return self.phi @ self.phi.mT
         assert self.theta is not None
         return self.theta
+
+    def _logits_shape(self, Z: Features) -> tuple[int, ...]:
+        self._require_fit(Z, self._weight, self._weight.shape[-2])
+        return (*Z.shape[:-2], *_head_dimension(self.heads), Z.shape[-2], Z.shape[-2])
 
     @property
     def _weight(self) -> Tensor:
@@ -198,32 +244,64 @@ class Quadratic(Model):
         return X @ (self.theta.mT if transposed else self.theta)
 
 
-class Bilinear(Model):
+class Bilinear(_ModelModule):
     """N = ZθYᵀ for a context Y of its own length and width; pullback MYθᵀ.
 
-    theta: θ ``(F, G)`` or ``(H, F, G)``; context: Y ``(*batch, K, G)``.
+    theta: θ ``(F, G)`` or ``(H, F, G)``; context: Y ``(*batch, K, G)``. Where every call has a context of its own, give
+    none here and take ``at(context)``.
     """
 
     pullback_degree: Literal[0, 1] | None = 0
+    _learnable: ClassVar[tuple[str, ...]] = ("theta",)
     theta: Tensor
-    context: Tensor
+    context: Tensor | None
 
-    def __init__(self, theta: Float[Tensor, "*H F G"], context: Float[Tensor, "*batch K G"]) -> None:
+    def __init__(self, theta: Float[Tensor, "*H F G"], context: Float[Tensor, "*batch K G"] | None = None) -> None:
         super().__init__()
         _require_theta(theta, "(F, G) or (H, F, G)")
-        require_float_tensor("context", context, "(*batch, K, G)", 2)
-        require_finite("context", context)
-        require_alike("context", context, "theta", theta)
-        if context.shape[-1] != theta.shape[-1]:
-            raise XentflowError(
-                f"context: expected (*batch, K, {theta.shape[-1]}) to match theta, got {tuple(context.shape)}"
-            )
+        if context is not None:
+            _require_context(context, theta)
         self.heads = theta.shape[0] if theta.ndim == 3 else None
         self._hold("theta", theta)
         self._hold("context", context)
 
+    def at(self, context: Float[Tensor, "*batch K G"]) -> Model:
+        """The model for another context; it shares θ."""
+        _require_context(context, self.theta)
+        return _BilinearAt(self.theta, context, self.heads)
+
     def logits(self, Z: Features) -> Logits:
-        self._require_width(Z, self.theta.shape[-2])
+        return self._here().logits(Z)
+
+    def pullback(self, Z: Features, M: Logits, axis: Axis | None = None) -> Features:
+        return self._here().pullback(Z, M)
+
+    def operator_norm(self) -> Tensor:
+        return self._here().operator_norm()
+
+    def _logits_shape(self, Z: Features) -> tuple[int, ...]:
+        return self._here()._logits_shape(Z)
+
+    def _here(self) -> "_BilinearAt":
+        if self.context is None:
+            raise XentflowError(
+                "Bilinear: expected a context, got none; give one to the model, to the block, or to at()"
+            )
+        return _BilinearAt(self.theta, self.context, self.heads)
+
+
+class _BilinearAt(Model):
+    """N = ZθYᵀ at one context; a plain object, so that making one inside a compiled block costs nothing."""
+
+    pullback_degree: Literal[0, 1] | None = 0
+
+    def __init__(self, theta: Tensor, context: Tensor, heads: int | None) -> None:
+        self.theta, self.context, self.heads = theta, context, heads
+
+    def tensors(self) -> list[Tensor]:
+        return [self.theta, self.context]
+
+    def logits(self, Z: Features) -> Logits:
         self._require_batch(Z)
         return _per_head(Z, self.heads) @ self._keys().mT
 
@@ -232,13 +310,17 @@ class Bilinear(Model):
 
     def operator_norm(self) -> Tensor:
         keys = self._keys()
-        norm: Tensor = torch.linalg.matrix_norm(keys if self.heads is None else keys.flatten(-3, -2), 2)
-        return norm
+        return _spectral_norm(keys if self.heads is None else keys.flatten(-3, -2))
+
+    def _logits_shape(self, Z: Features) -> tuple[int, ...]:
+        self._require_batch(Z)
+        return (*Z.shape[:-2], *_head_dimension(self.heads), Z.shape[-2], self.context.shape[-2])
 
     def _keys(self) -> Tensor:
         return _per_head(self.context, self.heads) @ self.theta.mT
 
     def _require_batch(self, Z: Tensor) -> None:
+        self._require_fit(Z, self.theta, self.theta.shape[-2])
         batch = self.context.shape[:-2]
         if batch and batch != Z.shape[:-2]:
             raise XentflowError(
@@ -247,7 +329,7 @@ class Bilinear(Model):
             )
 
 
-class Functional(Model):
+class Functional(_ModelModule):
     """N = f(Z) for any differentiable f, a network for example, that treats samples of a batch independently.
 
     fn: Z ``(*batch, S, F)`` to N ``(*batch, S, K)``, or ``(*batch, H, S, K)`` with ``heads=H``.
@@ -257,17 +339,33 @@ class Functional(Model):
         super().__init__()
         if not callable(fn):
             raise XentflowError(f"fn: expected a callable from features to logits, got {type(fn).__name__}")
+        if heads is not None and (isinstance(heads, bool) or not isinstance(heads, int) or heads < 1):
+            raise XentflowError(f"heads: expected None or a positive whole number, got {heads!r}")
         self.fn = fn
         self.heads = heads
 
     def logits(self, Z: Features) -> Logits:
+        require_float_tensor("Z", Z, "(*batch, S, F)", 2)
         N = self.fn(Z)
-        expected = Z.ndim + (self.heads is not None)
-        if not isinstance(N, Tensor) or N.ndim != expected or N.shape[: Z.ndim - 2] != Z.shape[:-2]:
+        leading = Z.shape[:-2] if self.heads is None else (*Z.shape[:-2], self.heads)
+        if not isinstance(N, Tensor) or N.ndim != len(leading) + 2 or N.shape[:-2] != leading:
             came = tuple(N.shape) if isinstance(N, Tensor) else type(N).__name__
             heads = "" if self.heads is None else f"{self.heads}, "
             raise XentflowError(f"fn: expected logits (*batch, {heads}S, K) for Z {tuple(Z.shape)}, got {came}")
         return N
+
+    def _logits_shape(self, Z: Features) -> tuple[int, ...]:
+        return tuple(self.logits(Z).shape)
+
+
+def _require_context(context: Tensor, theta: Tensor) -> None:
+    require_float_tensor("context", context, "(*batch, K, G)", 2)
+    require_finite("context", context)
+    require_alike("context", context, "theta", theta)
+    if context.shape[-1] != theta.shape[-1]:
+        raise XentflowError(
+            f"context: expected (*batch, K, {theta.shape[-1]}) to match theta, got {tuple(context.shape)}"
+        )
 
 
 def _require_theta(value: Tensor, shape: str, name: str = "theta") -> None:
@@ -275,6 +373,17 @@ def _require_theta(value: Tensor, shape: str, name: str = "theta") -> None:
     if value.ndim > 3:
         raise XentflowError(f"{name}: expected {shape}, got {tuple(value.shape)}")
     require_finite(name, value)
+
+
+def _spectral_norm(matrix: Tensor) -> Tensor:
+    # No singular values exist in half precision.
+    wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+    norm: Tensor = torch.linalg.matrix_norm(wide, 2).to(matrix.dtype)
+    return norm
+
+
+def _head_dimension(heads: int | None) -> tuple[int, ...]:
+    return () if heads is None else (heads,)
 
 
 def _per_head(Z: Tensor, heads: int | None) -> Tensor:

@@ -6,14 +6,14 @@ For Ω = LogSumExp and C summing to one along the axis this is the cross-entropy
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 from xentflow.axes import Axis, require_alike, require_finite, require_float_tensor, require_mask
 from xentflow.errors import XentflowError
 from xentflow.potentials import Logits, LogSumExp, Mask, PerDistribution, Potential
 
-Targets = Float[Tensor, "..."] | Int[Tensor, "..."]
+Targets = Float[Tensor, "..."] | Integer[Tensor, "..."] | Bool[Tensor, "..."]
 """Targets like N; or integer labels, one a distribution, where a one-hot C is meant."""
 
 
@@ -92,11 +92,14 @@ class Objective:
                 f'C: expected integer labels {tuple(shape)}, one for each distribution along axis="{self.axis}" '
                 f"of the logits {tuple(N.shape)}, got {tuple(C.shape)}"
             )
+        if C.device != N.device:
+            raise XentflowError(f"C: expected the device of the features, {N.device}, got {C.device}")
         labels, classes = C.expand(shape).long().unsqueeze(dim), N.shape[dim]
         lowest, highest = (int(labels.min()), int(labels.max())) if not torch.compiler.is_compiling() else (0, 0)
         if lowest < 0 or highest >= classes:
             raise XentflowError(f"C: expected labels from 0 to {classes - 1}, got {lowest} to {highest}")
-        return torch.zeros_like(N).scatter(dim, labels, 1)
+        # Not zeros_like: inside torch.vmap that would carry N's batch, and a flow keeps its targets beyond it.
+        return torch.zeros(N.shape, dtype=N.dtype, device=N.device).scatter(dim, labels, 1)
 
     def _checked(self, N: Tensor, C: Any, mask: Mask | None) -> Tensor:
         require_float_tensor("N", N, "(*batch, S, K)", 2)

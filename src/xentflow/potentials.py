@@ -26,7 +26,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from xentflow import _entmax
-from xentflow.axes import Axis, dimension, holds
+from xentflow.axes import Axis, dimension, holds, is_number
 from xentflow.errors import XentflowError
 
 Logits = Float[Tensor, "*batch S K"]
@@ -80,12 +80,13 @@ class _OnSimplex(Potential):
 
     @abstractmethod
     def _excess(self, gaps: Logits, peak: Tensor) -> PerDistribution:
-        """Ω(N) − max N from ``gaps = max N − N`` (infinite where masked) and the index ``peak`` of the maximum."""
+        """Ω(N) − max N from ``gaps = max N − N`` (huge or infinite where masked) and the index ``peak`` of max."""
 
     def tilted(self, N: Logits, p: Logits, mask: Mask | None = None) -> PerDistribution:
         N, alive = _present(_widened(N), mask, self.dim)
         peak = N.argmax(self.dim, keepdim=True)
-        gaps = N.gather(self.dim, peak) - N
+        # A gap may overflow where both logits are finite, and 0 · ∞ is NaN.
+        gaps = (N.gather(self.dim, peak) - N).clamp_max(torch.finfo(N.dtype).max)
         linear = p * (gaps if mask is None else gaps.masked_fill(~mask, 0))
         tilted = self._excess(gaps, peak) + linear.sum(self.dim)
         return _silenced(tilted, alive, self.dim).to(p.dtype)
@@ -119,7 +120,7 @@ class LogSumExp(_OnSimplex):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.temperature < float("inf"):
+        if not is_number(self.temperature):
             raise XentflowError(f"temperature: expected a positive finite number, got {self.temperature!r}")
 
     @property
@@ -132,8 +133,8 @@ class LogSumExp(_OnSimplex):
         return _silenced(values, alive, self.dim).to(N.dtype)
 
     def gradient(self, N: Logits, mask: Mask | None = None) -> Logits:
-        present, alive = _present(N, mask, self.dim)
-        p = torch.softmax(present / self.temperature, self.dim)
+        present, alive = _present(_widened(N), mask, self.dim)
+        p = torch.softmax(present / self.temperature, self.dim).to(N.dtype)
         return p if alive is None else p.masked_fill(~alive, 0)
 
     def conjugate(self, p: Logits) -> PerDistribution:
@@ -160,7 +161,7 @@ class Entmax(_OnSimplex):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 < self.alpha <= 2:
+        if not is_number(self.alpha, above=1) or self.alpha > 2:
             raise XentflowError(f"alpha: expected 1 < alpha <= 2 (1 is LogSumExp), got {self.alpha!r}")
 
     def value(self, N: Logits, mask: Mask | None = None) -> PerDistribution:
@@ -229,6 +230,10 @@ class HalfSquare(Potential):
 
     def conjugate(self, p: Logits) -> PerDistribution:
         return 0.5 * p.square().sum(self.dim)
+
+    def tilted(self, N: Logits, p: Logits, mask: Mask | None = None) -> PerDistribution:
+        wide = _widened(N)
+        return _kept((0.5 * wide - p) * wide, mask).sum(self.dim).to(p.dtype)
 
     def require_domain(self, name: str, p: Logits, mask: Mask | None = None) -> None:
         """Every finite p is in the domain."""

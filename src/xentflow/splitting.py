@@ -6,13 +6,14 @@ lower of its own and its sub-step's. With Euler sub-steps Lie–Trotter is the p
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from xentflow.axes import require_type
 from xentflow.flow import FlowTerm, GradientFlow
 from xentflow.integrators import RK4, Euler, Heun, Integrator, Method, StepSize
 from xentflow.models import Features
@@ -25,6 +26,9 @@ class Splitting(Method):
     exact: bool
     _own_order: ClassVar[int]
 
+    def __post_init__(self) -> None:
+        require_type("substep", self.substep, Integrator)
+
     @property
     def order(self) -> int:
         return min(self._own_order, self.substep.order)
@@ -34,12 +38,19 @@ class Splitting(Method):
         """(term, fraction of the step) in the order of application; term 0 is attention, term 1 the target."""
 
     def advance(self, flow: GradientFlow, Z: Features, h: StepSize) -> Features:
-        terms = flow.terms
-        for index, fraction in self.schedule():
-            Z = self._substep(terms[index], Z, fraction * h)
-        return Z
+        *_, (_, _, end) = self.stages(flow, Z, h)
+        return end
 
-    def _substep(self, term: FlowTerm, Z: Tensor, h: StepSize) -> Tensor:
+    def stages(self, flow: GradientFlow, Z: Features, h: StepSize) -> Iterator[tuple[str, float, Features]]:
+        """Each sub-step's term, the fraction of h that has gone by after it (the terms' mean), and Z there."""
+        terms, gone = flow.terms, 0.0
+        for index, fraction in self.schedule():
+            Z = self.substep_on(terms[index], Z, fraction * h)
+            gone += fraction / len(terms)
+            yield terms[index].name, gone, Z
+
+    def substep_on(self, term: FlowTerm, Z: Tensor, h: StepSize) -> Tensor:
+        """One term alone, for a step h."""
         if self.exact and term.degree == 0:
             return Euler().advance(term, Z, h)
         if self.exact and term.degree == 1:

@@ -6,12 +6,15 @@ is L = ½‖θ‖₂². Then any step h < 2/L keeps an Euler step from raising �
 curvature grows with Z.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
+from xentflow.axes import is_number, require_type
 from xentflow.errors import XentflowError
 from xentflow.flow import GradientFlow
 from xentflow.models import Features, Model
@@ -22,6 +25,8 @@ Step = Float[Tensor, "*broadcastable"]
 
 def curvature_bound(objective: Objective, model: Model) -> Step:
     """L with ∂²ℓ/∂Z² ≼ L: one number, or one for each sample, shaped to broadcast against Z."""
+    require_type("objective", objective, Objective)
+    require_type("model", model, Model)
     if model.pullback_degree != 0:
         raise XentflowError(
             f"curvature_bound: expected a model affine in Z, got {type(model).__name__}, whose curvature has no global "
@@ -40,11 +45,61 @@ def safe_step(objective: Objective, model: Model) -> Step:
     return 1 / curvature_bound(objective, model)
 
 
+Advance = Callable[[GradientFlow, Tensor, Tensor], Tensor]
+"""How a method goes from Z by a step."""
+
+
+@dataclass(frozen=True)
+class CertifiedStep:
+    """``safe_step`` of whatever flow comes, as a rule: for affine models, whose θ may change."""
+
+    @torch.no_grad()
+    def __call__(self, flow: GradientFlow, Z: Features) -> Step:
+        """The step, shaped to broadcast against Z."""
+        if flow.head_weights is None:
+            return safe_step(flow.objective, flow.model)
+        # ∂²Σ w_h ℓ_h ≼ max w · L.
+        return safe_step(flow.objective, flow.model) / flow.head_weights.amax()
+
+
+class LearnedStep(nn.Module):
+    """A positive step as a parameter, h = exp(log_step), started at ``initial``.
+
+    One number; with ``features=F`` one for each feature, a diagonal preconditioner of the flow; with ``heads=H`` one
+    for each head, the weights w of ℓ = Σ w_h ℓ_h followed for unit time.
+    """
+
+    def __init__(self, initial: float = 1.0, *, features: int | None = None, heads: int | None = None) -> None:
+        super().__init__()
+        if not is_number(initial):
+            raise XentflowError(f"initial: expected a positive finite number, got {initial!r}")
+        if features is not None and heads is not None:
+            raise XentflowError("LearnedStep: expected features or heads, or neither, got both")
+        self.initial, self.features, self.heads = initial, features, heads
+        sizes = [size for size in (features, heads) if size is not None]
+        if any(size < 1 for size in sizes):
+            raise XentflowError(f"LearnedStep: expected a positive size, got {sizes[0]}")
+        self.log_step = nn.Parameter(torch.full(sizes, math.log(initial)))
+
+    def extra_repr(self) -> str:
+        kind = {"features": self.features, "heads": self.heads}
+        return ", ".join([f"initial={self.initial:g}", *(f"{k}={n}" for k, n in kind.items() if n is not None)])
+
+    def head_weights(self) -> Float[Tensor, "H 1 1"] | None:
+        """The step of each head, where heads have their own."""
+        return None if self.heads is None else self.log_step.exp()[:, None, None]
+
+    def forward(self, flow: GradientFlow, Z: Features) -> float | Step:
+        """The step, shaped to broadcast against Z; 1 where it is in the flow's head weights already."""
+        return 1.0 if self.heads is not None else self.log_step.exp()
+
+
 @dataclass(frozen=True)
 class LineSearch:
-    """Armijo backtracking along the velocity: the first of ``initial · shrink^k`` that lowers ℓ by ``slope · h ‖Ż‖²``.
+    """Armijo backtracking: the first step of ``initial · shrink^k`` that lowers ℓ by ``slope · h ‖Ż‖²``.
 
-    Each sample has its own step. One for which no step lowers ℓ, as at a minimum, gets zero.
+    The step tried is an Euler step, or that of the method whose ``advance`` is given. Each sample has its own step. One
+    for which no step lowers ℓ, as at a minimum, gets zero.
     """
 
     initial: float = 1.0
@@ -53,23 +108,27 @@ class LineSearch:
     trials: int = 60
 
     def __post_init__(self) -> None:
-        if not (0 < self.initial < float("inf") and 0 < self.shrink < 1 and 0 < self.slope < 1 and self.trials > 0):
+        fractions = is_number(self.shrink, below=1) and is_number(self.slope, below=1)
+        if not (is_number(self.initial) and fractions and is_number(self.trials) and isinstance(self.trials, int)):
             raise XentflowError(
-                "LineSearch: expected initial > 0, 0 < shrink < 1, 0 < slope < 1 and trials > 0, "
+                "LineSearch: expected initial > 0, 0 < shrink < 1, 0 < slope < 1 and a whole number of trials > 0, "
                 f"got {self.initial!r}, {self.shrink!r}, {self.slope!r} and {self.trials!r}"
             )
 
     @torch.no_grad()
-    def __call__(self, flow: GradientFlow, Z: Features) -> Float[Tensor, "*batch 1 1"]:
+    def __call__(self, flow: GradientFlow, Z: Features, advance: Advance | None = None) -> Float[Tensor, "*batch 1 1"]:
         """The step of each sample, shaped to broadcast against Z."""
+        require_type("flow", flow, GradientFlow)
         if not flow.is_gradient:
             raise XentflowError("LineSearch: expected a gradient flow; a game has no common energy to search on")
         velocity, energy = flow.velocity(Z), flow.energy(Z)
-        wanted = self.slope * velocity.square().sum((-2, -1))
-        step = torch.full_like(energy, self.initial)
-        accepted = torch.zeros_like(energy, dtype=torch.bool)
+        speed = velocity.square().sum((-2, -1))
+        wanted = self.slope * speed
+        accepted = speed == 0
+        step = torch.full_like(energy, self.initial).masked_fill(accepted, 0)
         for _ in range(self.trials):
-            lower = flow.energy(flow.retract(Z, step[..., None, None] * velocity))
+            h = step[..., None, None]
+            lower = flow.energy(flow.retract(Z, h * velocity) if advance is None else advance(flow, Z, h))
             # Rounding can hide a tiny fall, never excuse a rise: the comparison is with what was computed.
             accepted |= (lower <= energy - step * wanted) & (lower <= energy)
             if accepted.all():
