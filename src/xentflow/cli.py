@@ -30,7 +30,21 @@ def _verify() -> tuple[type[Any], Callable[[Any, Path], int]]:
     return verify.VerifyConfig, verify.run
 
 
+def _derive() -> tuple[type[Any], Callable[[Any, Path], int]]:
+    from xentflow import deriving
+
+    return deriving.DeriveConfig, deriving.run
+
+
+def _probe() -> tuple[type[Any], Callable[[Any, Path], int]]:
+    from xentflow import probes
+
+    return probes.ProbeConfig, probes.run
+
+
 _COMMANDS = {
+    "probe": _Command("Measure how far a module's updates are from descent on an energy.", _probe),
+    "derive": _Command("Print the derivation and the certificate of a block.", _derive),
     "verify": _Command("Try the paper's claims, and the package's own, on random instances.", _verify),
 }
 

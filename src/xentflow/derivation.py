@@ -135,7 +135,8 @@ def _potential(potential: Potential) -> tuple[str, str, str]:
         return r"\sum\log(1 + \exp N)", r"\mathrm{sigmoid}(N)", each
     if isinstance(potential, HalfSquare):
         return r"\tfrac12\sum N^2", "N", each
-    return r"\Omega(N)", r"\nabla\Omega(N)", type(potential).__name__
+    name = type(potential).__name__
+    return rf"\mathrm{{{name}}}(N)", rf"\mathrm{{{name}}}'(N)", f"{name} and its derivative are the caller's"
 
 
 def _sub(symbol: str, model: Model) -> str:

@@ -45,6 +45,11 @@ class Trajectory:
         """ "start", then the term or integrator of each stage."""
         return [point.stage for point in self._points]
 
+    @property
+    def ends(self) -> list[int]:
+        """Which points lie between blocks: the start, and the end of each."""
+        return [index for index, point in enumerate(self._points) if point.ends_block]
+
     @cached_property
     def Z(self) -> Float[Tensor, "points *batch S F"]:
         """The features at every half-step."""
@@ -58,7 +63,7 @@ class Trajectory:
     @cached_property
     def passes(self) -> Float[Tensor, "blocks *batch S F"]:
         """The features at the start and after each block."""
-        return torch.stack([point.Z for point in self._points if point.ends_block])
+        return self.Z[self.ends]
 
     @cached_property
     def logits(self) -> Float[Tensor, "blocks *batch S K"]:

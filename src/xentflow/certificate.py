@@ -1,0 +1,136 @@
+"""The certificate of a block: what it claims to be, measured on random input.
+
+Errors are relative, in float64. A gradient flow is compared with autograd of its energy and with the rate at which that
+energy falls; a game with autograd of each token's own energy; whatever has no common energy is told how far it is from
+the gradient. The order is measured by halving steps.
+"""
+
+import copy
+import math
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from xentflow.block import DerivedBlock
+from xentflow.errors import XentflowError
+from xentflow.flow import GradientFlow
+from xentflow.integrators import Method, integrate
+from xentflow.models import Quadratic
+from xentflow.steps import curvature_bound
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What was measured; None where a line makes no sense for the block."""
+
+    kind: str
+    gradient_error: float
+    """Velocity against autograd: of ℓ, or for a game of each token's own ℓ."""
+    dissipation_error: float | None
+    """dℓ/dt along the velocity against −‖Ż‖²."""
+    constraint_error: float
+    """How far one step leaves the constraint set, against placing its result there again."""
+    curvature: float | None
+    """L, where it bounds the curvature of ℓ."""
+    step: float
+    """h, averaged where it differs."""
+    declared_order: int
+    measured_order: float
+    energy: list[float]
+    """ℓ summed over the samples, at the start and after each of ten passes."""
+    rises: int
+    """In how many of samples × passes ℓ rose."""
+    parameters: int
+    flops: int
+    """Multiplications and additions of matrix products in one pass."""
+    least_bytes: int
+    """θ and the features read once, the features written once, in float32."""
+
+    def record(self) -> dict[str, Any]:
+        """As it goes into ``result.json``."""
+        return asdict(self)
+
+
+def certify(block: DerivedBlock, Z: Tensor, inputs: dict[str, Tensor | None], passes: int = 10) -> Certificate:
+    """Measure a float64 copy of ``block`` at Z (converted); ``inputs`` as for the block."""
+    block, Z = copy.deepcopy(block).double(), Z.double()
+    inputs = {name: _doubled(value) for name, value in inputs.items()}
+    Z = block.constraint.place(Z)
+    flow = block.flow(Z, **inputs)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        moved = block(Z, **inputs)
+    trajectory = block.trajectory(Z, steps=passes, **inputs)
+    with torch.no_grad():
+        energy = trajectory.energy[trajectory.ends].flatten(1)
+    parameters = sum(parameter.numel() for parameter in block.parameters())
+    tolerance = 1e-12 * (1 + energy[:-1].abs())
+    return Certificate(
+        kind=block.kind,
+        gradient_error=_gradient_error(block, flow, Z),
+        dissipation_error=_dissipation_error(flow, Z) if flow.is_gradient else None,
+        constraint_error=_relative(block.constraint.place(moved), moved),
+        curvature=_curvature(flow),
+        step=float(trajectory.times[trajectory.ends[1]].mean()),
+        declared_order=block.splitting.order,
+        measured_order=_measured_order(flow, Z, block.splitting),
+        energy=[float(value) for value in energy.sum(-1)],
+        rises=int((energy[1:] > energy[:-1] + tolerance).sum()),
+        parameters=parameters,
+        flops=int(counter.get_total_flops()),
+        least_bytes=4 * (parameters + Z.numel() + moved.numel()),
+    )
+
+
+def _gradient_error(block: DerivedBlock, flow: GradientFlow, Z: Tensor) -> float:
+    still, moving = Z.detach(), Z.detach().requires_grad_()
+    if block.kind == "game" and isinstance(flow.model, Quadratic):
+        theta = flow.model.full_theta()
+        queries, keys = (moving, still) if flow.objective.axis == "classes" else (still, moving)
+        if flow.model.heads is not None:
+            queries, keys = queries.unsqueeze(-3), keys.unsqueeze(-3)
+        N = queries @ theta @ keys.mT
+        energy = flow.objective.potential.tilted(N, flow.targets(still), flow.mask)
+        if flow.head_weights is not None:
+            energy = energy * flow.head_weights.squeeze(-1)
+    else:
+        energy = flow.energy(moving)
+    (gradient,) = torch.autograd.grad(energy.sum(), moving)
+    with torch.no_grad():
+        return _relative(flow.velocity(still), -flow.constraint.tangent(still, gradient))
+
+
+def _dissipation_error(flow: GradientFlow, Z: Tensor) -> float:
+    velocity = flow.velocity(Z).detach()
+    moving = Z.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(flow.energy(moving).sum(), moving)
+    return _relative((gradient * velocity).sum((-2, -1)), -flow.dissipation(Z).detach())
+
+
+def _curvature(flow: GradientFlow) -> float | None:
+    if flow.model.pullback_degree != 0:
+        return None
+    with torch.no_grad():
+        return float(curvature_bound(flow.objective, flow.model).max())
+
+
+def _measured_order(flow: GradientFlow, Z: Tensor, method: Method) -> float:
+    """log₂ of the ratio by which results come closer as steps are halved twice, while features move by about half."""
+    with torch.no_grad():
+        time = 0.5 * float(Z.norm() / flow.velocity(Z).norm().clamp_min(1e-300))
+        ends = [integrate(flow, Z, method, time / n, n).Z[-1] for n in (32, 64, 128)]
+    first, second = (float((b - a).norm()) for a, b in pairwise(ends))
+    if second < 1e-14 * float(Z.norm()):
+        raise XentflowError("certificate: the error is at rounding, and the order cannot be measured; try another seed")
+    return math.log2(first / second)
+
+
+def _relative(value: Tensor, reference: Tensor) -> float:
+    return float((value - reference).norm() / reference.norm().clamp_min(1e-300))
+
+
+def _doubled(value: Tensor | None) -> Tensor | None:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
