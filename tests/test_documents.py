@@ -113,7 +113,7 @@ def test_the_table_in_the_readme_is_what_verify_prints():
     console = Console(file=io.StringIO(), width=110, color_system=None)
     console.print(table("The paper's claims", _findings()))
     _, _, section = (ROOT / "README.md").read_text().partition("## What `xentflow verify` shows")
-    (excerpt,) = re.findall(r"^```text\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    excerpt = re.findall(r"^```text\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)[0]
 
     def comparable(text):
         # Rounding differs from one processor to the next; its size is not the point.
