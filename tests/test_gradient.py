@@ -164,6 +164,14 @@ class TestFormulasOfThePaper:
         assert relative_error(printed.target, target) <= 1e-12
         assert relative_error(printed.total, query - target) <= 1e-12
 
+    @every_axis
+    def test_printed_form_of_what_a_mask_leaves(self, axis, generator):
+        Z, theta, C = normal((5, 3), generator), normal((3, 3), generator), torch.eye(5, dtype=torch.float64)
+        mask = torch.ones(5, 5, dtype=torch.bool).tril()
+        weights = (Z @ theta @ Z.T).masked_fill(~mask, -1e300).softmax(-2 if axis == "sequence" else -1)
+        printed = xf.printed_form(xf.CrossEntropy(axis), xf.Quadratic(theta), Z, C, mask)
+        assert relative_error(printed.attention, 2 * weights @ Z @ theta.T) <= 1e-12
+
     def test_printed_form_misses_the_gradient_by_about_a_third(self, generator):
         errors = []
         for _ in range(30):

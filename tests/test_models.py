@@ -312,6 +312,15 @@ class QuadraticConformance(ModelConformance):
             dense = jacobian(lambda Z, model=model, M=M: model.pullback(Z, M), Z).reshape(Z.numel(), Z.numel())
             assert torch.linalg.matrix_norm(dense, 2) <= model.pullback_norm(M) * (1 + 1e-12)
 
+    def test_pullback_norm_minds_both_rows_and_columns(self, generator):
+        tensors, Z = self.draw(generator, None)[0], normal((16, F), generator)
+        model, M = self.case.build(*tensors), torch.zeros(16, 16, dtype=torch.float64)
+        M[:, 0] = 1
+        dense = jacobian(lambda Z: model.pullback(Z, M), Z).reshape(Z.numel(), Z.numel())
+        norm = torch.linalg.matrix_norm(dense, 2)
+        assert norm <= model.pullback_norm(M) <= 2.01 * norm
+        assert_close(model.pullback_norm(M), model.pullback_norm(M.mT), rtol=1e-12, atol=0)
+
     def test_pullback_norm_is_the_largest_of_a_batch(self, generator):
         tensors, _, M = self.draw(generator, None, (3,))
         model = self.case.build(*tensors)

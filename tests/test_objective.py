@@ -128,6 +128,10 @@ class TestEveryPotential:
         assert (each[..., 0] == 0).all()
         residual = loss.residual(N, C, mask)
         assert (residual[~mask] == 0).all()
+        # What targets say where nothing takes part is of no account.
+        unheeded = C.masked_fill(~mask, 0.5)
+        assert torch.equal(loss.value(N, unheeded, mask), loss.value(N, C, mask))
+        assert torch.equal(loss.residual(N, unheeded, mask), residual)
         assert (loss.gap(N, C, mask) >= -1e-12).all()
         N = N.clone().requires_grad_()
         (by_autograd,) = torch.autograd.grad(loss.value(N, C, mask).sum(), N)

@@ -193,7 +193,8 @@ def _pullback(model: Model, M: str, Z: str, axis: str, accent: str = "") -> str:
         if model.is_gradient:
             return rf"{total}({query} + {key})" if total else f"{query} + {key}"
         return f"{total}{query}" if axis == "classes" else f"{total}{key}"
-    return rf"{total}{M} : \partial_Z f({Z})"
+    f = _sub(f"f{accent}", model)
+    return rf"{total}{M} : \partial_Z {f}({Z})"
 
 
 def _terms(parts: Parts, Z: str) -> tuple[str, str]:

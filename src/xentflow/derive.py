@@ -119,7 +119,10 @@ def _require_step(block: DerivedBlock) -> None:
         if step.heads is not None and step.heads != model.heads:
             raise XentflowError(f"step: expected one for each of the model's heads, {model.heads}, got {step.heads}")
         if step.features is not None and not isinstance(block.constraint, Free):
-            raise XentflowError("step: expected one step for all features on a constraint; steps of their own leave it")
+            raise XentflowError(
+                f"step: expected one for all features on {block.constraint!r}, got {step.features}, one for each "
+                "feature: steps of their own leave the tangent space"
+            )
     elif isinstance(step, CertifiedStep):
         if not isinstance(block.constraint, Free) or not _is_one_euler_step(block.splitting):
             raise XentflowError(

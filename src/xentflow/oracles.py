@@ -7,7 +7,7 @@ that C.
 """
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -250,6 +250,15 @@ class NearestNeighbours(Oracle):
             )
         self.memory, self.memory_targets, self._index = Z.detach(), C.detach(), None
         return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        # A memory has the size it was saved with, whatever is remembered here, and its index is another.
+        for name in ("memory", "memory_targets"):
+            saved, held = state_dict.get(prefix + name), getattr(self, name)
+            if saved is not None:
+                setattr(self, name, (saved if held is None else held).new_empty(saved.shape))
+        self._index = None
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def forward(
         self, Z: Features, N: Logits, axis: Axis, mask: Mask | None = None, given: Tensor | None = None

@@ -185,7 +185,8 @@ class Entmax(_OnSimplex):
     def _excess(self, gaps: Logits, peak: Tensor) -> PerDistribution:
         p = _entmax.weights(-gaps, self.alpha, self.dim)
         reached = gaps.masked_fill(p == 0, 0)
-        excess = -(p * reached).sum(self.dim) - self._negentropy(p)
+        # Weights of zero and one add nothing to Ω*, but p^α has an infinite second derivative at zero.
+        excess = -(p * reached).sum(self.dim) - self._negentropy(p.masked_fill(p == 0, 1))
         # The exact excess is not negative; rounding may be. Its derivative is kept either way.
         return excess + (excess.clamp_min(0) - excess).detach()
 

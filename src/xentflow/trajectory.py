@@ -94,5 +94,5 @@ class Trajectory:
 
 def _versions(points: Sequence[Point]) -> list[int]:
     """In-place updates count up a tensor's version: an optimiser's step would falsify what is computed later."""
-    models = dict.fromkeys(point.flow.model for point in points)
+    models = dict.fromkeys(model for point in points for model in (point.flow.model, point.flow.target_model))
     return [tensor._version for model in models for tensor in model.tensors()]
