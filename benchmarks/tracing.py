@@ -1,4 +1,4 @@
-"""What a trace costs: a stack's pass against the same blocks called one by one, and against the pass with its trajectory.
+"""What a trace costs: a stack's pass against its blocks called one by one, and against a pass with its trajectory.
 
 Interleaved in one process, two threads, minimum of many; the trace is asked for Z alone, then for ℓ, then for gradient
 norms too, since each is computed only when asked for.

@@ -411,6 +411,15 @@ class TestStepsOfTheirOwn:
                 assert (whole.diff(dim=0) <= 1e-12 * whole[:-1].abs()).all(), (kind, name)
                 assert (whole[-1] < whole[0]).all()
 
+    def test_certified_counts_the_weights_of_heads(self, generator):
+        """∂²Σ w_h ℓ_h ≼ max w · L: the heaviest head has the step."""
+        problem = draw("linear", xf.LogSumExp("classes"), generator, heads=True, batch=(20,))
+        w = torch.tensor([3.0, 30.0, 300.0], dtype=torch.float64)[:, None, None]
+        flow = xf.GradientFlow(problem.block().objective, problem.model(problem.theta), problem.C, head_weights=w)
+        h = xf.CertifiedStep()(flow, problem.Z)
+        assert_close(h, 2 / (300 * torch.linalg.matrix_norm(problem.theta.flatten(0, 1), 2) ** 2))
+        assert (flow.energy(problem.Z + h * flow.velocity(problem.Z)) < flow.energy(problem.Z)).all()
+
     @pytest.mark.parametrize("kind", ["linear", "both", "factor", "bilinear", "functional"])
     @pytest.mark.parametrize("axis", AXES)
     def test_a_line_search_never_raises_the_energy(self, axis, kind, generator):

@@ -38,12 +38,12 @@ def as_text(rows: Iterable[Row]) -> str:
 
 
 def _latex_words(remark: str) -> str:
-    remark = remark.replace("_", r"\_").replace("p^T = p", "$p^T = p$")
+    remark = remark.replace("_", r"\_").replace("p^T = p", "$p^T = p$").replace(r"w\_h", "$w_h$")
     return re.sub(r"\bl\b", r"$\\ell$", remark)
 
 
 def _plain_words(remark: str) -> str:
-    return re.sub(r"\bl\b", "ℓ", remark).replace("p^T", "pᵀ")
+    return re.sub(r"\bl\b", "ℓ", remark).replace("p^T", "pᵀ").replace("w_h", "wₕ")
 
 
 def _subscript(match: re.Match[str]) -> str:
@@ -86,7 +86,7 @@ _RENDERINGS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"_\{(\d+)\}", _subscript),
     (r"_\{([^}]*)\}", r"[\1]"),
     (r"_h\b", "ₕ"),
-    (r"(?<=[NpCθφbf′])_h", "ₕ"),
+    (r"(?<=[NpCθφbfw′])_h", "ₕ"),
     (r" - ", " − "),
     (r"(?<![\w])-(?=\S)", "−"),
     (r" +", " "),

@@ -104,7 +104,9 @@ def require_mask(mask: Any, logits: Tensor) -> None:
         came = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise XentflowError(f"mask: expected a boolean tensor, True where an entry takes part, got {came}")
     trailing = logits.shape[logits.ndim - mask.ndim :] if mask.ndim <= logits.ndim else ()
-    if len(trailing) != mask.ndim or any(m not in (1, n) for m, n in zip(mask.shape, trailing, strict=True)):
+    # A leading dimension missing among several could be meant for samples or for heads: that is not guessed.
+    guessed = 2 < mask.ndim < logits.ndim
+    if guessed or len(trailing) != mask.ndim or any(m not in (1, n) for m, n in zip(mask.shape, trailing, strict=True)):
         raise XentflowError(
             f"mask: expected a shape that broadcasts to the logits {tuple(logits.shape)}, got {tuple(mask.shape)}"
         )

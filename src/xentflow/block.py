@@ -11,12 +11,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from xentflow.axes import require_features
+from xentflow.axes import require_features, require_mask
 from xentflow.constraints import Constraint, Whitened
 from xentflow.derivation import Parts, write_derivation
 from xentflow.errors import XentflowError
 from xentflow.flow import GradientFlow
-from xentflow.integrators import Method, StepSize, step_for
+from xentflow.integrators import Method, StepSize, elapsed, require_step, step_for
 from xentflow.models import Bilinear, Features, Model, Quadratic
 from xentflow.objective import Objective, Targets
 from xentflow.oracles import Oracle
@@ -84,8 +84,8 @@ class DerivedBlock(nn.Module):
         padding: True for real tokens, ``(*batch, S)``; context: Y, for a bilinear model without one of its own.
         """
         require_features(Z)
-        flow = self.flow(Z, targets, mask, padding, context)
         Z = self.constraint.place(Z)
+        flow = self.flow(Z, targets, mask, padding, context)
         return self.splitting.advance(flow, Z, self._step(flow, Z))
 
     def flow(
@@ -100,19 +100,22 @@ class DerivedBlock(nn.Module):
         model, target_model = self._at(self.model, context), self._at(self.target_model, context)
         like = model.logits_like(Z)
         mask = self._mask(like, mask, padding)
-        settings = {
-            "constraint": self.constraint,
-            "mask": mask,
-            "printed_form": self.printed_form,
-            "target_model": target_model,
-            "head_weights": self.step.head_weights() if isinstance(self.step, LearnedStep) else None,
-        }
         N = model.logits(Z) if self.oracle.reads_logits else like
         C = self.oracle(Z, N, self.objective.axis, mask, targets)
         if self.oracle.uses_labels:
             # Only these come from outside; what the other oracles give is right by construction.
             C = self.objective.targets(C, like, mask)
-        return GradientFlow.trusting(self.objective, model, C, Z, **settings)
+        return GradientFlow(
+            self.objective,
+            model,
+            C,
+            self.constraint,
+            mask,
+            self.printed_form,
+            target_model,
+            self.step.head_weights() if isinstance(self.step, LearnedStep) else None,
+            validate=False,
+        )
 
     def trajectory(self, Z: Features, *, steps: int = 1, **inputs: Tensor | None) -> Trajectory:
         """Z, ℓ, gradient norm and time at each half-step of ``steps`` passes; ``inputs`` as for the block itself."""
@@ -135,15 +138,17 @@ class DerivedBlock(nn.Module):
     def stages(self, flow: GradientFlow, Z: Features) -> Iterator[tuple[str, Tensor, Features]]:
         """Each stage of a step from Z: its name, the time gone by in each sample, and Z there."""
         h = self._step(flow, Z)
-        elapsed = _elapsed(h, Z)
+        whole = elapsed(h, Z)
         if isinstance(self.splitting, Splitting):
             for name, fraction, after in self.splitting.stages(flow, Z, h):
-                yield name, fraction * elapsed, after
+                yield name, fraction * whole, after
         else:
-            yield type(self.splitting).__name__, elapsed, self.splitting.advance(flow, Z, h)
+            yield type(self.splitting).__name__, whole, self.splitting.advance(flow, Z, h)
 
     def _step(self, flow: GradientFlow, Z: Features) -> StepSize:
-        return step_for(self.step, flow, Z, self.splitting)
+        h = step_for(self.step, flow, Z, self.splitting)
+        require_step(h, Z)
+        return h
 
     def _at(self, model: Model | None, context: Features | None) -> Model:
         if context is None or model is None:
@@ -153,6 +158,8 @@ class DerivedBlock(nn.Module):
         return model.at(context)
 
     def _mask(self, like: Tensor, mask: Mask | None, padding: Tensor | None) -> Mask | None:
+        if mask is not None:
+            require_mask(mask, like)
         rows, columns = like.shape[-2:]
         if padding is not None:
             mask = _both(mask, self._padding_mask(like, padding))
@@ -181,23 +188,16 @@ def trace(blocks: list[DerivedBlock], Z: Features, inputs: dict[str, Tensor | No
     points: list[Point] = []
     gone = torch.zeros(Z.shape[:-2], dtype=Z.dtype, device=Z.device)
     for block in blocks:
-        flow = block.flow(Z, **inputs)
         Z = block.constraint.place(Z)
+        flow = block.flow(Z, **inputs)
         if not points:
             points.append(Point("start", gone, Z, flow, ends_block=True))
         stages = list(block.stages(flow, Z))
-        for index, (name, elapsed, after) in enumerate(stages, start=1):
-            points.append(Point(name, gone + elapsed, after, flow, ends_block=index == len(stages)))
+        for index, (name, passed, after) in enumerate(stages, start=1):
+            points.append(Point(name, gone + passed, after, flow, ends_block=index == len(stages)))
         Z, gone = points[-1].Z, points[-1].time
     return Trajectory(points)
 
 
 def _both(first: Mask | None, second: Mask) -> Mask:
     return second if first is None else first & second
-
-
-def _elapsed(h: StepSize, Z: Features) -> Tensor:
-    """Time gone by in each sample; where features have steps of their own, their mean."""
-    if not isinstance(h, Tensor):
-        return torch.full(Z.shape[:-2], h, dtype=Z.dtype, device=Z.device)
-    return h.detach().expand(Z.shape).mean((-2, -1)) if h.ndim else h.detach().expand(Z.shape[:-2])

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from xentflow.block import DerivedBlock
+from xentflow.block import DerivedBlock, trace
+from xentflow.constraints import Constraint, Free, Sphere, Whitened
+from xentflow.derive import is_one_euler_step
 from xentflow.errors import XentflowError
 from xentflow.flow import GradientFlow
 from xentflow.integrators import Method, integrate
@@ -32,18 +34,20 @@ class Certificate:
     """Velocity against autograd: of ℓ, or for a game of each token's own ℓ."""
     dissipation_error: float | None
     """dℓ/dt along the velocity against −‖Ż‖²."""
-    constraint_error: float
-    """How far one step leaves the constraint set, against placing its result there again."""
+    constraint_error: float | None
+    """How far one step leaves the constraint set: norms of tokens on a sphere, ZᵀZ/S where whitened."""
     curvature: float | None
     """L, where it bounds the curvature of ℓ."""
+    certified: bool
+    """Whether a pass is one gradient step of free features below 2/L, and so cannot raise ℓ."""
     step: float
     """h, averaged where it differs."""
     declared_order: int
     measured_order: float
     energy: list[float]
-    """ℓ summed over the samples, at the start and after each of ten passes."""
+    """ℓ summed over the samples, at the start and after each of ten passes, for the targets of the pass before."""
     rises: int
-    """In how many of samples × passes ℓ rose."""
+    """In how many of samples × passes ℓ rose, for the targets of that pass."""
     parameters: int
     flops: int
     """Multiplications and additions of matrix products in one pass."""
@@ -63,26 +67,49 @@ def certify(block: DerivedBlock, Z: Tensor, inputs: dict[str, Tensor | None], pa
     flow = block.flow(Z, **inputs)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         moved = block(Z, **inputs)
-    trajectory = block.trajectory(Z, steps=passes, **inputs)
+    step = float(trace([block], Z, inputs).times[-1].mean())
     with torch.no_grad():
-        energy = trajectory.energy[trajectory.ends].flatten(1)
+        energy, rises = _descent(block, Z, inputs, passes)
+    curvature = _curvature(flow)
     parameters = sum(parameter.numel() for parameter in block.parameters())
-    tolerance = 1e-12 * (1 + energy[:-1].abs())
+    one_step = isinstance(block.constraint, Free) and is_one_euler_step(block.splitting) and flow.is_gradient
     return Certificate(
         kind=block.kind,
         gradient_error=_gradient_error(block, flow, Z),
         dissipation_error=_dissipation_error(flow, Z) if flow.is_gradient else None,
-        constraint_error=_relative(block.constraint.place(moved), moved),
-        curvature=_curvature(flow),
-        step=float(trajectory.times[trajectory.ends[1]].mean()),
+        constraint_error=_constraint_error(block.constraint, Z, moved),
+        curvature=curvature,
+        certified=one_step and curvature is not None and step * curvature < 2,
+        step=step,
         declared_order=block.splitting.order,
         measured_order=_measured_order(flow, Z, block.splitting),
-        energy=[float(value) for value in energy.sum(-1)],
-        rises=int((energy[1:] > energy[:-1] + tolerance).sum()),
+        energy=energy,
+        rises=rises,
         parameters=parameters,
         flops=int(counter.get_total_flops()),
         least_bytes=4 * (parameters + Z.numel() + moved.numel()),
     )
+
+
+def _descent(block: DerivedBlock, Z: Tensor, inputs: dict[str, Tensor | None], passes: int) -> tuple[list[float], int]:
+    """ℓ pass by pass, and how often it rose; each pass is judged by its own targets."""
+    energies, rises = [], 0
+    for _ in range(passes):
+        flow = block.flow(Z, **inputs)
+        before, Z = flow.energy(Z), block(Z, **inputs)
+        after = flow.energy(Z)
+        energies.append(float(before.sum()))
+        rises += int((after > before + 1e-12 * (1 + before.abs())).sum())
+    return [*energies, float(after.sum())], rises
+
+
+def _constraint_error(constraint: Constraint, Z: Tensor, moved: Tensor) -> float | None:
+    if isinstance(constraint, Sphere):
+        return _relative(moved.norm(dim=-1), Z.norm(dim=-1))
+    if isinstance(constraint, Whitened):
+        gram = moved.mT @ moved / moved.shape[-2]
+        return _relative(gram, torch.eye(gram.shape[-1], dtype=gram.dtype).expand_as(gram))
+    return None
 
 
 def _gradient_error(block: DerivedBlock, flow: GradientFlow, Z: Tensor) -> float:
@@ -114,7 +141,8 @@ def _curvature(flow: GradientFlow) -> float | None:
     if flow.model.pullback_degree != 0:
         return None
     with torch.no_grad():
-        return float(curvature_bound(flow.objective, flow.model).max())
+        weight = 1.0 if flow.head_weights is None else float(flow.head_weights.max())
+        return weight * float(curvature_bound(flow.objective, flow.model).max())
 
 
 def _measured_order(flow: GradientFlow, Z: Tensor, method: Method) -> float:

@@ -49,6 +49,7 @@ _ORACLES: dict[str, tuple[type[Oracle], tuple[str, ...]]] = {
 def block_config(block: DerivedBlock) -> Config:
     """The parts of a block, of types that JSON and YAML know."""
     return {
+        "dtype": _dtype(block),
         "potential": _described(block.objective.potential),
         "model": _model_config(block.model),
         "target_model": None if block.target_model is None else _model_config(block.target_model),
@@ -64,11 +65,14 @@ def block_config(block: DerivedBlock) -> Config:
 def block_from_config(config: Mapping[str, Any]) -> DerivedBlock:
     """The block described, with θ zero until a state is loaded."""
     expected = {field for field in DerivedBlock.__init__.__annotations__ if field != "return"}
-    expected = (expected - {"objective"}) | {"potential"}
+    expected = (expected - {"objective"}) | {"potential", "dtype"}
     if not isinstance(config, Mapping) or set(config) != expected:
         came = sorted(config) if isinstance(config, Mapping) else type(config).__name__
         raise XentflowError(f"config: expected exactly the entries {sorted(expected)}, got {came}")
-    return derive(
+    dtype = getattr(torch, str(config["dtype"]), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise XentflowError(f"config: expected a floating dtype such as 'float32', got {config['dtype']!r}")
+    block = derive(
         Objective(_rebuilt(config["potential"])),
         _model(config["model"]),
         oracle=_oracle(config["oracle"]),
@@ -79,6 +83,11 @@ def block_from_config(config: Mapping[str, Any]) -> DerivedBlock:
         causal=config["causal"],
         printed_form=config["printed_form"],
     )
+    return block.to(dtype)
+
+
+def _dtype(block: DerivedBlock) -> str:
+    return str(next(tensor.dtype for tensor in block.model.tensors())).removeprefix("torch.")
 
 
 def _described(part: Any) -> Config:

@@ -70,7 +70,9 @@ class Sphere(Constraint):
     def tangent(self, Z: Features, V: Features) -> Features:
         _require_move(Z, V)
         unit = _unit(Z)
-        return V - (V * unit).sum(-1, keepdim=True) * unit
+        # A token at the origin is its whole sphere: it has no tangent directions.
+        moving = (unit != 0).any(-1, keepdim=True)
+        return (V - (V * unit).sum(-1, keepdim=True) * unit) * moving
 
     def retract(self, Z: Features, V: Features) -> Features:
         _require_move(Z, V)

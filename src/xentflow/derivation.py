@@ -5,7 +5,7 @@ Every formula is written once, in LaTeX; the terminal's text is a rendering of i
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
@@ -45,6 +45,11 @@ def write_derivation(parts: Parts, form: Literal["text", "latex"]) -> str:
         raise XentflowError(f'derivation: expected "text" or "latex", got {form!r}')
     require_type("objective", parts.objective, Objective)
     rows = list(_rows(parts))
+    if isinstance(parts.step, LearnedStep) and parts.step.heads is not None:
+        # Steps of their own are weights of the heads, in the objective and in all that follows from it.
+        rows = [
+            replace(row, formulas=tuple(f.replace(r"\sum_h ", r"\sum_h w_h ") for f in row.formulas)) for row in rows
+        ]
     return as_latex(rows) if form == "latex" else as_text(rows)
 
 
@@ -63,7 +68,7 @@ def _rows(parts: Parts) -> Iterator[Row]:
         "potential",
         (
             rf"\Omega(N) = {omega}",
-            rf"{_p(model)} = \nabla\Omega({_n(model)}) = {weights.replace('N', _n(model), 1)}",
+            rf"{_p(model)} = \nabla\Omega({_n(model)}) = {weights.replace('@', _n(model))}",
         ),
         f"along the {parts.objective.axis} axis: {meaning}{masked if parts.causal else ''}",
     )
@@ -126,17 +131,17 @@ def _potential(potential: Potential) -> tuple[str, str, str]:
     if isinstance(potential, LogSumExp):
         T = potential.temperature
         if T == 1:
-            return r"\log\sum\exp N", r"\mathrm{softmax}(N)", direction[potential.axis]
-        return (rf"{T:g}\log\sum\exp(N/{T:g})", rf"\mathrm{{softmax}}(N/{T:g})", direction[potential.axis])
+            return r"\log\sum\exp N", r"\mathrm{softmax}(@)", direction[potential.axis]
+        return (rf"{T:g}\log\sum\exp(N/{T:g})", rf"\mathrm{{softmax}}(@/{T:g})", direction[potential.axis])
     if isinstance(potential, Entmax):
-        name = rf"\mathrm{{entmax}}_{{{potential.alpha:g}}}(N)"
+        name = rf"\mathrm{{entmax}}_{{{potential.alpha:g}}}(@)"
         return r"\max_{p}\langle p, N\rangle - \Omega^*(p)", name, f"{direction[potential.axis]}, many entries zero"
     if isinstance(potential, Softplus):
-        return r"\sum\log(1 + \exp N)", r"\mathrm{sigmoid}(N)", each
+        return r"\sum\log(1 + \exp N)", r"\mathrm{sigmoid}(@)", each
     if isinstance(potential, HalfSquare):
-        return r"\tfrac12\sum N^2", "N", each
+        return r"\tfrac12\sum N^2", "@", each
     name = type(potential).__name__
-    return rf"\mathrm{{{name}}}(N)", rf"\mathrm{{{name}}}'(N)", f"{name} and its derivative are the caller's"
+    return rf"\mathrm{{{name}}}(N)", rf"\mathrm{{{name}}}'(@)", f"{name} and its derivative are the caller's"
 
 
 def _sub(symbol: str, model: Model) -> str:
@@ -224,9 +229,10 @@ def _step(step: object) -> str:
 
 def _step_remark(step: object) -> str:
     if isinstance(step, LearnedStep):
-        apart = {"feature": step.features, "head": step.heads}
-        each = [f", one for each {name}" for name, count in apart.items() if count is not None]
-        return f"h > 0 learned, started at {step.initial:g}{''.join(each)}"
+        if step.heads is not None:
+            return f"h = 1, with weights w_h > 0 of the heads learned, started at {step.initial:g}"
+        each = "" if step.features is None else ", one for each feature"
+        return f"h > 0 learned, started at {step.initial:g}{each}"
     if isinstance(step, CertifiedStep):
         return "h = 1/L, with L the certified bound on the curvature of l: no step raises l"
     if isinstance(step, LineSearch):
@@ -286,7 +292,7 @@ def _block(parts: Parts) -> Iterator[str]:
 def _at_point(parts: Parts, Z: str) -> str:
     _, weights, _ = _potential(parts.objective.potential)
     inside = _logits(parts.model, Z)
-    return rf", \quad {_p(parts.model)} = {weights.replace('N', inside, 1)}"
+    return rf", \quad {_p(parts.model)} = {weights.replace('@', inside)}"
 
 
 def _negated(term: str) -> str:

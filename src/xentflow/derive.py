@@ -5,7 +5,7 @@ from xentflow.block import DerivedBlock, StepRule
 from xentflow.constraints import Constraint, Free, Whitened
 from xentflow.errors import XentflowError
 from xentflow.integrators import Euler, Method
-from xentflow.models import Functional, Model, Quadratic
+from xentflow.models import Functional, Model, Quadratic, require_same_kind
 from xentflow.objective import Objective
 from xentflow.oracles import Band, Given, LearnedTargets, Oracle, Shift
 from xentflow.splitting import LieTrotter, Splitting
@@ -41,7 +41,9 @@ def derive(
     require_type("oracle", oracle, Oracle)
     require_type("splitting", splitting, Method)
     require_type("constraint", constraint, Constraint)
-    _require_same_kind(model, target_model)
+    if target_model is not None:
+        require_type("target_model", target_model, Model)
+        require_same_kind(model, target_model)
     if printed_form and not (isinstance(model, Quadratic) and model.is_gradient):
         raise XentflowError('printed_form: expected a Quadratic model with roles="both", the only one the paper prints')
     if isinstance(oracle, Shift | Band | LearnedTargets) and not isinstance(model, Quadratic):
@@ -73,18 +75,6 @@ def _trainable(model: Model) -> Model:
         raise XentflowError(f"model: expected one that holds its θ, got {type(model).__name__}; give the context later")
     made: Model = trainable()
     return made
-
-
-def _require_same_kind(model: Model, target_model: Model | None) -> None:
-    if target_model is None:
-        return
-    if type(target_model) is not type(model) or target_model.heads != model.heads:
-        raise XentflowError(
-            f"target_model: expected a {type(model).__name__} with heads {model.heads}, like the model, "
-            f"got {type(target_model).__name__} with heads {target_model.heads}"
-        )
-    if target_model.is_gradient != model.is_gradient:
-        raise XentflowError("target_model: expected the roles of the model, got others")
 
 
 def _require_causal(model: Model, oracle: Oracle, splitting: Method, constraint: Constraint) -> None:
@@ -124,7 +114,7 @@ def _require_step(block: DerivedBlock) -> None:
                 "feature: steps of their own leave the tangent space"
             )
     elif isinstance(step, CertifiedStep):
-        if not isinstance(block.constraint, Free) or not _is_one_euler_step(block.splitting):
+        if not isinstance(block.constraint, Free) or not is_one_euler_step(block.splitting):
             raise XentflowError(
                 "step: expected Free features and Euler or LieTrotter() with Euler half-steps for CertifiedStep, since "
                 f"its bound is for one gradient step, got {block.constraint!r} and {block.splitting!r}"
@@ -143,6 +133,6 @@ def _require_step(block: DerivedBlock) -> None:
         )
 
 
-def _is_one_euler_step(splitting: Method) -> bool:
+def is_one_euler_step(splitting: Method) -> bool:
     """Whether, on an affine model, the method is Z − h ∂ℓ."""
     return isinstance(splitting, Euler) or (isinstance(splitting, LieTrotter) and isinstance(splitting.substep, Euler))

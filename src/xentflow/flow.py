@@ -2,17 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from xentflow.axes import require_type
+from xentflow.axes import holds, require_type
 from xentflow.constraints import Constraint, Free
 from xentflow.errors import XentflowError
 from xentflow.gradient import HeadWeights, attention_term, checked_targets, printed_attention_term, target_term
-from xentflow.models import Features, Model, Quadratic
+from xentflow.models import Features, Model, Quadratic, require_same_kind
 from xentflow.objective import Objective, Targets
 from xentflow.potentials import Mask
 
@@ -55,6 +55,7 @@ class GradientFlow:
         printed_form: bool = False,
         target_model: Model | None = None,
         head_weights: HeadWeights | None = None,
+        validate: bool = True,
     ) -> None:
         require_type("objective", objective, Objective)
         require_type("model", model, Model)
@@ -64,20 +65,18 @@ class GradientFlow:
         self.model = model
         self.constraint = Free() if constraint is None else constraint
         require_type("constraint", self.constraint, Constraint)
+        if target_model is not None:
+            require_same_kind(model, target_model)
+        if head_weights is not None:
+            _require_head_weights(head_weights, model)
         self.mask = mask
         self.target_model = model if target_model is None else target_model
         self.head_weights = head_weights
         self.is_gradient = model.is_gradient and not printed_form and target_model is None
         self._given = C
-        self._checked: tuple[tuple[torch.Size, torch.dtype, torch.device], Tensor] | None = None
+        self._validate = validate
+        self._known: tuple[tuple[torch.Size, torch.dtype, torch.device], tuple[int, ...]] | None = None
         self._printed_form = printed_form
-
-    @classmethod
-    def trusting(cls, objective: Objective, model: Model, C: Tensor, Z: Features, **settings: Any) -> "GradientFlow":
-        """A flow for features like Z whose C is known to be right, by whoever made it."""
-        flow = cls(objective, model, C, **settings)
-        flow._checked = ((Z.shape, Z.dtype, Z.device), C)
-        return flow
 
     def targets(self, Z: Features) -> Tensor:
         """C as a floating tensor of the shape of the logits.
@@ -85,11 +84,13 @@ class GradientFlow:
         Everything is validated when features of a new kind (shape, dtype, device) come. Features of the same kind are
         points of a path then, and their values are on trust: where they overflow, so do velocity and energy.
         """
-        if self._checked is not None and isinstance(Z, Tensor) and self._checked[0] == (Z.shape, Z.dtype, Z.device):
-            return self._checked[1]
-        C = checked_targets(self.objective, self.model, Z, self._given, self.mask)
-        self._checked = ((Z.shape, Z.dtype, Z.device), C)
-        return C
+        kind = (Z.shape, Z.dtype, Z.device) if isinstance(Z, Tensor) else None
+        if kind is None or self._known is None or self._known[0] != kind:
+            if self._validate:
+                checked_targets(self.objective, self.model, Z, self._given, self.mask)
+            self._known = ((Z.shape, Z.dtype, Z.device), tuple(self.model.logits_like(Z).shape))
+        # Made anew each time, so that it follows C where C is edited, differentiated or vmapped.
+        return self.objective.dense(self._given, Z.new_empty(()).expand(self._known[1]), self.mask)
 
     @property
     def terms(self) -> tuple[FlowTerm, FlowTerm]:
@@ -149,3 +150,12 @@ class GradientFlow:
         assert isinstance(self.target_model, Quadratic)
         C = self.targets(Z)
         return self.target_model.pullback_norm(C if self.head_weights is None else C * self.head_weights)
+
+
+def _require_head_weights(weights: HeadWeights, model: Model) -> None:
+    if model.heads is None or not isinstance(weights, Tensor) or weights.shape != (model.heads, 1, 1):
+        came = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+        wanted = "none, for a model without heads" if model.heads is None else f"a tensor {(model.heads, 1, 1)}"
+        raise XentflowError(f"head_weights: expected {wanted}, got {came}")
+    if not holds(weights >= 0):
+        raise XentflowError(f"head_weights: expected none negative, got {float(weights.min()):.3g}")

@@ -141,7 +141,7 @@ def integrate(
             )
         points.append(Z)
         energies.append(energy)
-        times.append(times[-1] + _elapsed(h, energy))
+        times.append(times[-1] + elapsed(h, Z))
     return Path(torch.stack(points), torch.stack(energies), torch.stack(times))
 
 
@@ -172,15 +172,11 @@ def require_step(h: StepSize, Z: Features) -> None:
         )
 
 
-def _elapsed(h: StepSize, like: Tensor) -> Tensor:
-    """Time gone by for each sample; a step that differs within a sample counts with its mean."""
+def elapsed(h: StepSize, Z: Features) -> Float[Tensor, "*batch"]:
+    """Time gone by in each sample; where features or tokens have steps of their own, their mean."""
     if not isinstance(h, Tensor):
-        return torch.full_like(like, h)
-    return (
-        h.detach().expand(*like.shape, *h.shape[-2:]).mean((-2, -1))
-        if h.ndim >= 2
-        else h.detach().mean().expand_as(like)
-    )
+        return torch.full(Z.shape[:-2], h, dtype=Z.dtype, device=Z.device)
+    return h.detach().expand(Z.shape).mean((-2, -1)) if h.ndim else h.detach().expand(Z.shape[:-2])
 
 
 def _shown(value: StepSize) -> str:

@@ -5,7 +5,8 @@ A module's update D = module(Z) − Z is compared with the descent direction V o
 
     cosine = ⟨D, V⟩ / (‖D‖‖V‖),   scale = c,   relative_error = ‖D − cV‖ / ‖D‖,   energy_change = E(Z + D) − E(Z).
 
-A derived block has cosine 1 and scale h. Random directions give the control: in n dimensions their cosine is about
+(so relative_error² = 1 − cosine²: they say one thing in two ways.) A derived block has cosine 1 and scale h; an update
+of zero has cosine 0 and relative error 1. Random directions give the control: in n dimensions their cosine is about
 0 ± 1/√n, so a small cosine can still be far from chance, and the reverse.
 """
 
@@ -58,7 +59,8 @@ def measure_faithfulness(
 
     Nothing of the module is changed: layers are read through forward hooks. ``layers`` names the sub-modules to read;
     None takes the children of the first ``nn.ModuleList`` or ``nn.Sequential`` that map features to their own shape.
-    A module or layer that returns a tuple is taken at its word's first entry.
+    Of a module or layer that returns a tuple the first entry counts. What is random in training, dropout say, is random
+    here too: put the module in ``eval()`` first.
     """
     if not isinstance(module, nn.Module):
         raise XentflowError(f"module: expected an nn.Module, got {type(module).__name__}")
@@ -67,13 +69,19 @@ def measure_faithfulness(
     require_features(Z)
     named = _layers(module) if layers is None else _named(module, layers)
     seen: list[tuple[str, Tensor, Tensor]] = []
-    handles = [layer.register_forward_hook(_reader(name, seen)) for name, layer in named]
+    entered: dict[str, Tensor] = {}
+    handles = [layer.register_forward_pre_hook(_entry(name, entered), with_kwargs=True) for name, layer in named]
+    handles += [layer.register_forward_hook(_reader(name, entered, seen)) for name, layer in named]
     try:
         with torch.no_grad():
-            output = _first(module(Z))
+            # A copy: a module that writes in place would change what it is compared with.
+            output = _first(module(Z.clone()))
     finally:
         for handle in handles:
             handle.remove()
+    unread = [] if layers is None else sorted(set(layers) - {name for name, _, _ in seen})
+    if unread:
+        raise XentflowError(f"layers: expected layers that map features to their own shape, got {unread}, which do not")
     if output.shape != Z.shape:
         raise XentflowError(f"module: expected features like Z, {tuple(Z.shape)}, got {tuple(output.shape)}")
     read = tuple(_compare(name, energy, before, after, controls, seed) for name, before, after in seen)
@@ -102,7 +110,7 @@ def _compare(name: str, energy: Energy, before: Tensor, after: Tensor, controls:
         name=name,
         cosine=along / (length * reach) if reach else 0.0,
         scale=scale,
-        relative_error=float((update - scale * descent).norm()) / reach if reach else 0.0,
+        relative_error=float((update - scale * descent).norm()) / reach if reach else 1.0,
         energy_change=end - start,
         control_cosine=(float(spread.mean()), float(spread.std())),
     )
@@ -146,13 +154,22 @@ def _named(module: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Module
     return [(name, known[name]) for name in names]
 
 
+def _entry(name: str, entered: dict[str, Tensor]) -> Callable[[nn.Module, tuple[object, ...], dict[str, object]], None]:
+    def keep(layer: nn.Module, inputs: tuple[object, ...], named: dict[str, object]) -> None:
+        tensors = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor)]
+        if tensors:
+            entered[name] = tensors[0].detach().clone()
+
+    return keep
+
+
 def _reader(
-    name: str, seen: list[tuple[str, Tensor, Tensor]]
-) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-    def read(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        after = _first(output)
-        if inputs and isinstance(inputs[0], Tensor) and inputs[0].shape == after.shape:
-            seen.append((name, inputs[0].detach(), after.detach()))
+    name: str, entered: dict[str, Tensor], seen: list[tuple[str, Tensor, Tensor]]
+) -> Callable[[nn.Module, object, object], None]:
+    def read(layer: nn.Module, inputs: object, output: object) -> None:
+        after, before = _first(output), entered.pop(name, None)
+        if before is not None and before.shape == after.shape:
+            seen.append((name, before, after.detach().clone()))
 
     return read
 

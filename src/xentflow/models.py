@@ -92,6 +92,8 @@ class _ModelModule(nn.Module, Model):
     def trainable(self: ModuleT) -> ModuleT:
         """The same model with θ as parameters: those given as ``nn.Parameter`` are shared, other tensors are copied."""
         twin = copy.copy(self)
+        # Hooks and other bookkeeping start afresh: those of this module are not the twin's.
+        twin.__dict__.update(nn.Module().__dict__, training=self.training, _modules=dict(self._modules))
         twin._parameters, twin._buffers = dict(self._parameters), dict(self._buffers)
         for name in self._learnable:
             value = twin._buffers.pop(name, None)
@@ -356,6 +358,20 @@ class Functional(_ModelModule):
 
     def _logits_shape(self, Z: Features) -> tuple[int, ...]:
         return tuple(self.logits(Z).shape)
+
+
+def require_same_kind(model: Model, target_model: Model) -> None:
+    """Raise unless the target's half-step can have ``target_model`` beside ``model``: another θ, all else the same."""
+    if type(target_model) is not type(model) or target_model.heads != model.heads:
+        raise XentflowError(
+            f"target_model: expected a {type(model).__name__} with heads {model.heads}, like the model, "
+            f"got {type(target_model).__name__} with heads {target_model.heads}"
+        )
+    if target_model.is_gradient != model.is_gradient:
+        raise XentflowError("target_model: expected the roles of the model, got others")
+    held = [(getattr(target_model, name, None), getattr(model, name, None)) for name in ("theta", "phi")]
+    if target_model is model or any(theirs is ours and isinstance(ours, nn.Parameter) for theirs, ours in held):
+        raise XentflowError("target_model: expected a θ of its own, got the model's; leave it out to share θ")
 
 
 def _require_context(context: Tensor, theta: Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
-from xentflow.axes import Axis, require_alike, require_finite, require_float_tensor, require_mask
+from xentflow.axes import Axis, holds, require_alike, require_finite, require_float_tensor, require_mask
 from xentflow.errors import XentflowError
 from xentflow.potentials import Logits, LogSumExp, Mask, PerDistribution, Potential
 
@@ -68,7 +68,9 @@ class Objective:
             require_mask(mask, N)
         if not isinstance(C, Tensor):
             raise XentflowError(f"C: expected a torch.Tensor of targets or labels, got {type(C).__name__}")
-        if C.dtype == torch.bool or not (C.is_floating_point() or C.is_complex()):
+        if C.dtype == torch.bool:
+            C = C.to(N.dtype)
+        elif not (C.is_floating_point() or C.is_complex()):
             C = self._one_hot(C, N)
         require_float_tensor("C", C, "like the logits", 2)
         require_alike("C", C, "the features", N)
@@ -81,6 +83,15 @@ class Objective:
         targets: Tensor = C.expand(N.shape)
         self.potential.require_domain("C", targets, mask)
         return targets if mask is None else targets.masked_fill(~mask, 0)
+
+    def dense(self, C: Tensor, N: Tensor, mask: Mask | None = None) -> Tensor:
+        """What ``targets`` gives, for C already validated: nothing is looked at."""
+        if C.dtype == torch.bool:
+            C = C.to(N.dtype)
+        elif not C.is_floating_point():
+            C = self._one_hot(C, N)
+        full: Tensor = C.expand(N.shape)
+        return full if mask is None else full.masked_fill(~mask, 0)
 
     def _one_hot(self, C: Tensor, N: Tensor) -> Tensor:
         dim = self.potential.dim
@@ -95,9 +106,8 @@ class Objective:
         if C.device != N.device:
             raise XentflowError(f"C: expected the device of the features, {N.device}, got {C.device}")
         labels, classes = C.expand(shape).long().unsqueeze(dim), N.shape[dim]
-        lowest, highest = (int(labels.min()), int(labels.max())) if not torch.compiler.is_compiling() else (0, 0)
-        if lowest < 0 or highest >= classes:
-            raise XentflowError(f"C: expected labels from 0 to {classes - 1}, got {lowest} to {highest}")
+        if not holds((labels >= 0) & (labels < classes)):
+            raise XentflowError(f"C: expected labels from 0 to {classes - 1}, got {labels.min()} to {labels.max()}")
         # Not zeros_like: inside torch.vmap that would carry N's batch, and a flow keeps its targets beyond it.
         return torch.zeros(N.shape, dtype=N.dtype, device=N.device).scatter(dim, labels, 1)
 

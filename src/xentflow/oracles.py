@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from xentflow.axes import Axis, dimension, is_number, require_features, require_finite, require_float_tensor
+from xentflow.axes import Axis, dimension, holds, is_number, require_features, require_finite, require_float_tensor
 from xentflow.errors import XentflowError
 from xentflow.models import Features
 from xentflow.potentials import Logits, Mask
@@ -123,6 +123,8 @@ class Learned(Oracle):
     ) -> Tensor:
         self._refuse(given)
         logits = self.net(Z)
+        if not isinstance(logits, Tensor):
+            raise XentflowError(f"net: expected a tensor of logits out, got {type(logits).__name__}")
         if logits.shape != N.shape:
             if logits.shape != (*N.shape[:-3], *N.shape[-2:]) or N.ndim != Z.ndim + 1:
                 raise XentflowError(
@@ -141,8 +143,8 @@ class LearnedTargets(Oracle):
     def __init__(self, rows: int, columns: int | None = None) -> None:
         super().__init__()
         columns = rows if columns is None else columns
-        if min(rows, columns) < 1:
-            raise XentflowError(f"LearnedTargets: expected positive sizes, got {rows} and {columns}")
+        if not all(isinstance(size, int) and size > 0 for size in (rows, columns)):
+            raise XentflowError(f"LearnedTargets: expected positive whole numbers, got {rows!r} and {columns!r}")
         self.logits = nn.Parameter(torch.zeros(rows, columns))
 
     def extra_repr(self) -> str:
@@ -186,8 +188,12 @@ class Shift(Oracle):
         aim = torch.where((aim < 0) | (aim >= places.numel()), places, aim)
         rows = (aim[:, None] == places[None, :]).to(N.dtype)
         # A token owns a row on the classes axis, a column on the sequence axis.
-        C = rows if axis == "classes" else rows.mT
-        return _within(C.expand(N.shape), dimension(axis), mask)
+        C = (rows if axis == "classes" else rows.mT).expand(N.shape)
+        if mask is not None:
+            # A token whose aim is masked, padding for example, is like the last one: it aims at itself.
+            reached = (C.bool() & mask).any(dimension(axis), keepdim=True)
+            C = torch.where(reached, C, torch.eye(len(places), dtype=N.dtype, device=N.device))
+        return _within(C, dimension(axis), mask)
 
 
 class Band(Oracle):
@@ -248,6 +254,8 @@ class NearestNeighbours(Oracle):
                 f"remember: expected (M, F) tokens and (M, K) targets with M of at least k = {self.k}, "
                 f"got {tuple(Z.shape)} and {tuple(C.shape)}"
             )
+        if not (holds(C >= 0) and holds(C.sum(-1) > 0)):
+            raise XentflowError("remember: expected targets that are not negative, some weight in each row, got others")
         self.memory, self.memory_targets, self._index = Z.detach(), C.detach(), None
         return self
 
@@ -303,9 +311,7 @@ def _distributed(logits: Tensor, dim: int, mask: Mask | None) -> Tensor:
 
 def _within(weights: Tensor, dim: int, mask: Mask | None) -> Tensor:
     """Weights kept where the mask leaves them and made to sum to one; evenly spread where none was left."""
-    if mask is None:
-        return weights / weights.sum(dim, keepdim=True)
-    mask = mask.expand(weights.shape)
-    kept = weights.masked_fill(~mask, 0)
-    kept = torch.where(kept.sum(dim, keepdim=True) > 0, kept, mask.to(weights.dtype))
+    left = torch.ones_like(weights) if mask is None else mask.expand(weights.shape).to(weights.dtype)
+    kept = weights * left
+    kept = torch.where(kept.sum(dim, keepdim=True) > 0, kept, left)
     return kept / kept.sum(dim, keepdim=True).clamp_min(torch.finfo(kept.dtype).tiny)

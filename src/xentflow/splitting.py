@@ -5,6 +5,7 @@ term by one addition, a linear one by its exponential, applied without forming t
 lower of its own and its sub-step's. With Euler sub-steps Lie–Trotter is the paper's transformer block.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from xentflow.axes import require_type
+from xentflow.errors import XentflowError
 from xentflow.flow import FlowTerm, GradientFlow
 from xentflow.integrators import RK4, Euler, Heun, Integrator, Method, StepSize
 from xentflow.models import Features
@@ -97,10 +99,21 @@ class Yoshida(Splitting):
         return ((1, w / 2), (0, w), (1, (w + middle) / 2), (0, middle), (1, (w + middle) / 2), (0, w), (1, w / 2))
 
 
+_LONGEST = 1e4
+
+
 def exponential_action(apply: Callable[[Tensor], Tensor], Z: Tensor, h: StepSize, norm: Tensor) -> Tensor:
     """exp(hA)Z for a linear map A given by its action and a bound on its norm: Taylor series over short sub-steps."""
     largest = h.abs().max() if isinstance(h, Tensor) else abs(h)
-    repeats = int(largest * norm) + 1
+    bound = float((largest * norm).detach())
+    if not math.isfinite(bound):
+        return Z * math.nan
+    if bound > _LONGEST:
+        raise XentflowError(
+            f"exact: expected a step times the norm of the target term of at most {_LONGEST:g}, got {bound:.3g}; "
+            "take a smaller step"
+        )
+    repeats = int(bound) + 1
     # With ‖hA‖ ≤ 1 the k-th term is at most 1/k!: the series ends where that is below rounding.
     count = 20 if Z.dtype == torch.float64 else 12
     for _ in range(repeats):

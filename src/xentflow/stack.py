@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from xentflow.axes import require_type
 from xentflow.block import DerivedBlock, trace
 from xentflow.errors import XentflowError
-from xentflow.models import Features, Quadratic
+from xentflow.models import Features, Functional, Quadratic
 from xentflow.objective import Targets
 from xentflow.potentials import Mask
 from xentflow.trajectory import Trajectory
@@ -101,13 +101,14 @@ class Stack(nn.Module):
 
 @torch.no_grad()
 def initialise_(stack: Stack | DerivedBlock, generator: torch.Generator | None = None) -> None:
-    """Draw every θ anew, so small that the whole depth is about one unit of flow.
+    """Draw every θ anew, so small that the whole depth is a short flow.
 
     A block's Jacobian is I − h·(curvature of its energy). Through ``depth`` blocks gradients neither vanish nor explode
-    when depth · h · L is about 1, since (1 ± 1/depth)^depth stays between 1/e and e: a deep stack starts as a finer
-    discretisation of the same short flow, not as a longer one. For affine models L = c‖θ‖₂² exactly. For the quadratic
-    model, whose L grows with Z, features of unit mean square are supposed, ‖Z‖ ≈ √(max(S, F)) with S of F's size, and L
-    ≈ 2‖θ‖₂ + c‖θ‖₂²F. Gaussian K×F matrices have ‖θ‖₂ ≈ σ(√K + √F).
+    when depth · h · L is at most about 1, since a product of that many factors 1 ± 1/depth stays of order one: a deep
+    stack starts as a finer discretisation of one short flow, not as a longer one. For affine models L = c‖θ‖₂². For the
+    quadratic model, whose curvature grows with Z, features of unit mean square are supposed and the estimate is
+    L ≈ 2‖θ‖₂ + cF‖θ‖₂². Gaussian K×F matrices have ‖θ‖₂ ≈ σ(√K + √F). A ``Functional`` keeps the weights its author
+    gave it. With ``CertifiedStep`` the scale drops out, since h = 1/L.
     """
     blocks = stack._sequence() if isinstance(stack, Stack) else [stack]
     done: set[int] = set()
@@ -116,6 +117,8 @@ def initialise_(stack: Stack | DerivedBlock, generator: torch.Generator | None =
         allowed = 1 / (len(blocks) * h)
         c = block.objective.potential.curvature
         for model in (block.model, block.target_model):
+            if isinstance(model, Functional):
+                continue
             for name, theta in [] if model is None else model.named_parameters():  # type: ignore[attr-defined]
                 if id(theta) in done:
                     continue

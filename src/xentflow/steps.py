@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from xentflow.axes import is_number, require_type
+from xentflow.constraints import Free
 from xentflow.errors import XentflowError
 from xentflow.flow import GradientFlow
 from xentflow.models import Features, Model
@@ -42,7 +43,9 @@ def safe_step(objective: Objective, model: Model) -> Step:
 
     Every step below 2/L, twice this, is certified not to raise ℓ. Raises where no L exists.
     """
-    return 1 / curvature_bound(objective, model)
+    L = curvature_bound(objective, model)
+    # Where ℓ is constant any step is safe, as long as it is finite.
+    return 1 / L.clamp_min(4 * torch.finfo(L.dtype).tiny)
 
 
 Advance = Callable[[GradientFlow, Tensor, Tensor], Tensor]
@@ -56,6 +59,11 @@ class CertifiedStep:
     @torch.no_grad()
     def __call__(self, flow: GradientFlow, Z: Features) -> Step:
         """The step, shaped to broadcast against Z."""
+        if not flow.is_gradient or not isinstance(flow.constraint, Free):
+            raise XentflowError(
+                "CertifiedStep: expected a gradient flow of Free features, for which its bound is proved, got "
+                f"{flow.constraint!r} and a flow that is {'' if flow.is_gradient else 'not '}of a gradient"
+            )
         if flow.head_weights is None:
             return safe_step(flow.objective, flow.model)
         # ∂²Σ w_h ℓ_h ≼ max w · L.
@@ -77,8 +85,8 @@ class LearnedStep(nn.Module):
             raise XentflowError("LearnedStep: expected features or heads, or neither, got both")
         self.initial, self.features, self.heads = initial, features, heads
         sizes = [size for size in (features, heads) if size is not None]
-        if any(size < 1 for size in sizes):
-            raise XentflowError(f"LearnedStep: expected a positive size, got {sizes[0]}")
+        if not all(isinstance(size, int) and size > 0 for size in sizes):
+            raise XentflowError(f"LearnedStep: expected a positive whole number, got {sizes[0]!r}")
         self.log_step = nn.Parameter(torch.full(sizes, math.log(initial)))
 
     def extra_repr(self) -> str:

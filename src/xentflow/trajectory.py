@@ -67,7 +67,7 @@ class Trajectory:
 
     @cached_property
     def logits(self) -> Float[Tensor, "blocks *batch S K"]:
-        """The logits at the start and after each block, of the block that comes next (at the end, of the last)."""
+        """The logits at the start and after each block, of the block that brought the features there."""
         self._require_unchanged()
         return torch.stack([point.flow.model.logits(point.Z) for point in self._points if point.ends_block])
 
@@ -92,7 +92,14 @@ class Trajectory:
             )
 
 
-def _versions(points: Sequence[Point]) -> list[int]:
-    """In-place updates count up a tensor's version: an optimiser's step would falsify what is computed later."""
+def _versions(points: Sequence[Point]) -> list[tuple[int, int, int]]:
+    """What changes when parameters do: an optimiser's step, or other tensors put in their place."""
     models = dict.fromkeys(model for point in points for model in (point.flow.model, point.flow.target_model))
-    return [tensor._version for model in models for tensor in model.tensors()]
+    return [_version(tensor) for model in models for tensor in model.tensors()]
+
+
+def _version(tensor: Tensor) -> tuple[int, int, int]:
+    try:
+        return id(tensor), 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
+    except RuntimeError:  # a tensor inside a transform has no storage to point to
+        return id(tensor), 0, 0

@@ -140,7 +140,8 @@ class TestStep:
         refuses(lambda: block(step=xf.CertifiedStep(), constraint=xf.Sphere()), "for one gradient step, got Sphere")
         refuses(lambda: block(step=xf.CertifiedStep(), splitting=xf.Strang()), "for one gradient step", "Strang")
         refuses(
-            lambda: block(step=xf.CertifiedStep(), target_model=xf.Linear(THETA)), "got Linear and a no common energy"
+            lambda: block(step=xf.CertifiedStep(), target_model=xf.Linear(2 * THETA)),
+            "got Linear and a no common energy",
         )
 
     def test_searched(self):
@@ -153,8 +154,8 @@ class TestStep:
     def test_learned_of_features_and_heads(self):
         refuses(lambda: xf.LearnedStep(features=3, heads=2), "expected features or heads, or neither, got both")
         for size in (0, -1):
-            refuses(lambda size=size: xf.LearnedStep(features=size), f"expected a positive size, got {size}")
-            refuses(lambda size=size: xf.LearnedStep(heads=size), f"expected a positive size, got {size}")
+            refuses(lambda size=size: xf.LearnedStep(features=size), f"expected a positive whole number, got {size}")
+            refuses(lambda size=size: xf.LearnedStep(heads=size), f"expected a positive whole number, got {size}")
 
 
 class TestOracles:
@@ -179,8 +180,8 @@ class TestOracles:
         refuses(lambda: xf.Learned(bad), "net: expected an nn.Module from features to logits, got")
 
     def test_sizes(self):
-        refuses(lambda: xf.LearnedTargets(0), "LearnedTargets: expected positive sizes, got 0 and 0")
-        refuses(lambda: xf.LearnedTargets(3, -1), "expected positive sizes, got 3 and -1")
+        refuses(lambda: xf.LearnedTargets(0), "LearnedTargets: expected positive whole numbers, got 0 and 0")
+        refuses(lambda: xf.LearnedTargets(3, -1), "expected positive whole numbers, got 3 and -1")
         refuses(
             lambda: token_block(oracle=xf.LearnedTargets(4).double())(Z),
             "LearnedTargets: expected logits of size (4, 4), got (5, 5)",
@@ -194,7 +195,8 @@ class TestOracles:
         refuses(lambda: oracle.remember(Z, ramp(2, 4)), "expected (M, F) tokens", "got (2, 5, 3)")
         refuses(lambda: oracle.remember(spoiled(ramp(6, 3), NAN), ramp(6, 4)), "memory: expected finite values")
         refuses(lambda: oracle.remember(ramp(6, 3), spoiled(ramp(6, 4), NAN)), "memory targets: expected finite values")
-        oracle.remember(ramp(6, 2), ramp(6, 4))
+        refuses(lambda: oracle.remember(ramp(6, 3), ramp(6, 4)), "targets that are not negative")
+        oracle.remember(ramp(6, 2), ramp(6, 4).abs())
         refuses(lambda: block(oracle=oracle)(Z), "features of width 2 and 4 classes, like the memory, got 3 and 4")
 
 

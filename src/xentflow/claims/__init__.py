@@ -98,6 +98,13 @@ class Finding:
         return self.verdict is self.claim.expected[self.axis] and mended
 
 
+def derivative(energy: Callable[[Tensor], Tensor], Z: Tensor) -> Tensor:
+    """∂ energy/∂Z by autograd, which knows nothing of the package."""
+    Z = Z.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(energy(Z), Z)
+    return gradient
+
+
 def on_both_axes(verdict: Verdict) -> dict[Axis, Verdict]:
     """The same expectation on either axis."""
     return {"sequence": verdict, "classes": verdict}

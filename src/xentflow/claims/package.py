@@ -1,12 +1,10 @@
 """The identities the package adds to the paper's: every potential, every model, heads, roles, masks, steps."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from xentflow.axes import Axis, dimension
-from xentflow.claims import Claim, Comparison, Draw, Verdict, on_both_axes
+from xentflow.claims import Claim, Comparison, Draw, Verdict, derivative, on_both_axes
 from xentflow.flow import GradientFlow
 from xentflow.gradient import feature_gradient
 from xentflow.integrators import Euler
@@ -38,16 +36,10 @@ def _models(draw: Draw) -> list[Model]:
     ]
 
 
-def _derivative(energy: Callable[[Tensor], Tensor], Z: Tensor) -> Tensor:
-    Z = Z.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(energy(Z), Z)
-    return gradient
-
-
 def _weights_are_the_gradient(draw: Draw, axis: Axis) -> Comparison:
     N = 2 * draw.normal(S, K)
     claimed = [potential.gradient(N) for potential in _potentials(axis)]
-    actual = [_derivative(lambda N, p=p: p.value(N).sum(), N) for p in _potentials(axis)]  # type: ignore[misc]
+    actual = [derivative(lambda N, p=p: p.value(N).sum(), N) for p in _potentials(axis)]  # type: ignore[misc]
     return Comparison(torch.stack(claimed), torch.stack(actual))
 
 
@@ -84,7 +76,7 @@ def _every_gradient(draw: Draw, axis: Axis) -> Comparison:
             C = draw.distributions(*model.logits(Z).shape, axis=axis)
             loss = Objective(potential)
             claimed.append(feature_gradient(loss, model, Z, C).total)
-            actual.append(_derivative(lambda Z, m=model, loss=loss, C=C: loss.value(m.logits(Z), C).sum(), Z))  # type: ignore[misc]
+            actual.append(derivative(lambda Z, m=model, loss=loss, C=C: loss.value(m.logits(Z), C).sum(), Z))  # type: ignore[misc]
     return Comparison(torch.stack(claimed), torch.stack(actual))
 
 
@@ -104,7 +96,7 @@ def _own_role(draw: Draw, axis: Axis) -> Comparison:
         return torch.logsumexp(N, dim).sum() - (C * N).sum()
 
     claimed = feature_gradient(CrossEntropy(axis), Quadratic(theta, roles="own"), Z, C).total
-    return Comparison(claimed, _derivative(own_energy, Z))
+    return Comparison(claimed, derivative(own_energy, Z))
 
 
 def _masked_gradient(draw: Draw, axis: Axis) -> Comparison:
@@ -123,7 +115,7 @@ def _masked_gradient(draw: Draw, axis: Axis) -> Comparison:
         return torch.log(exponentials.sum(dim)[alive]).sum() - (C * N).sum()
 
     claimed = feature_gradient(CrossEntropy(axis), Quadratic(theta), Z, C, mask).total
-    return Comparison(claimed, _derivative(masked_energy, Z))
+    return Comparison(claimed, derivative(masked_energy, Z))
 
 
 def _linear_splitting_is_one_gradient_step(draw: Draw, axis: Axis) -> Comparison:

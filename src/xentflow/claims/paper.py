@@ -8,7 +8,7 @@ from torch.nn.functional import log_softmax, scaled_dot_product_attention
 
 from xentflow.attention import cross_attention, self_attention
 from xentflow.axes import Axis, dimension
-from xentflow.claims import Claim, Comparison, Draw, Verdict, on_both_axes
+from xentflow.claims import Claim, Comparison, Draw, Verdict, derivative, on_both_axes
 from xentflow.flow import GradientFlow
 from xentflow.gradient import feature_gradient, printed_form
 from xentflow.models import Bilinear, Functional, Linear, Model, Quadratic
@@ -24,15 +24,9 @@ def _plain_energy(N: Tensor, C: Tensor, axis: Axis) -> Tensor:
     return torch.logsumexp(N, dimension(axis)).sum() - (C * N).sum()
 
 
-def _derivative(energy: Callable[[Tensor], Tensor], Z: Tensor) -> Tensor:
-    Z = Z.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(energy(Z), Z)
-    return gradient
-
-
 def _softmax_is_the_gradient_of_lse(draw: Draw, axis: Axis) -> Comparison:
     N = 3 * draw.normal(S, K)
-    actual = _derivative(lambda N: torch.logsumexp(N, dimension(axis)).sum(), N)
+    actual = derivative(lambda N: torch.logsumexp(N, dimension(axis)).sum(), N)
     return Comparison(LogSumExp(axis).gradient(N), actual)
 
 
@@ -89,13 +83,13 @@ def _general_gradient(draw: Draw, axis: Axis) -> Comparison:
     for model, plain in cases:
         C = draw.distributions(*plain(Z).shape, axis=axis)
         claimed.append(feature_gradient(CrossEntropy(axis), model, Z, C).total)
-        actual.append(_derivative(lambda Z, plain=plain, C=C: _plain_energy(plain(Z), C, axis), Z))  # type: ignore[misc]
+        actual.append(derivative(lambda Z, plain=plain, C=C: _plain_energy(plain(Z), C, axis), Z))  # type: ignore[misc]
     return Comparison(torch.stack(claimed), torch.stack(actual))
 
 
 def _linear_gradient(draw: Draw, axis: Axis) -> Comparison:
     Z, theta, C = draw.normal(S, F), draw.normal(K, F), draw.distributions(S, K, axis=axis)
-    actual = _derivative(lambda Z: _plain_energy(Z @ theta.mT, C, axis), Z)
+    actual = derivative(lambda Z: _plain_energy(Z @ theta.mT, C, axis), Z)
     terms = feature_gradient(CrossEntropy(axis), Linear(theta), Z, C)
     printed = cross_attention(Z, theta, axis=axis) - C @ theta
     return Comparison(torch.stack([printed, terms.attention - terms.target]), torch.stack([actual, actual]))
@@ -112,7 +106,7 @@ def _softmax_is_symmetric(draw: Draw, axis: Axis) -> Comparison:
 def _quadratic_gradient(draw: Draw, axis: Axis) -> Comparison:
     Z, theta, C = draw.normal(S, F), draw.positive_definite(F), draw.distributions(S, S, axis=axis)
     loss, model = CrossEntropy(axis), Quadratic(theta)
-    actual = _derivative(lambda Z: _plain_energy(Z @ theta @ Z.mT, C, axis), Z)
+    actual = derivative(lambda Z: _plain_energy(Z @ theta @ Z.mT, C, axis), Z)
     printed = printed_form(loss, model, Z, C).total
     return Comparison(printed, actual, feature_gradient(loss, model, Z, C).total)
 
@@ -128,7 +122,7 @@ def _dissipation(draw: Draw, axis: Axis) -> Comparison:
     Z, theta, C = draw.normal(S, F), draw.normal(K, F), draw.distributions(S, K, axis=axis)
     flow = GradientFlow(CrossEntropy(axis), Linear(theta), C)
     velocity = flow.velocity(Z)
-    rate = (_derivative(lambda Z: _plain_energy(Z @ theta.mT, C, axis), Z) * velocity).sum()
+    rate = (derivative(lambda Z: _plain_energy(Z @ theta.mT, C, axis), Z) * velocity).sum()
     return Comparison(-0.5 * velocity.square().sum(), rate, -flow.dissipation(Z))
 
 
@@ -153,7 +147,7 @@ def _quadratic_block_of_printed_gradient(draw: Draw, axis: Axis) -> Comparison:
 def _quadratic_block_of_true_gradient(draw: Draw, axis: Axis) -> Comparison:
     Z, phi, C = draw.normal(S, F), 0.3 * draw.normal(F, F).tril(), draw.distributions(S, S, axis=axis)
     theta = phi @ phi.mT
-    gradient = _derivative(lambda Z: torch.logsumexp(Z @ theta @ Z.mT, dimension(axis)).sum(), Z)
+    gradient = derivative(lambda Z: torch.logsumexp(Z @ theta @ Z.mT, dimension(axis)).sum(), Z)
     half = Z - gradient
     flow = GradientFlow(CrossEntropy(axis), Quadratic.from_factor(phi), C)
     actual = half + (C + C.mT) @ half @ theta
@@ -163,7 +157,7 @@ def _quadratic_block_of_true_gradient(draw: Draw, axis: Axis) -> Comparison:
 def _expectation_commutes(draw: Draw, axis: Axis) -> Comparison:
     Z, theta, C = draw.normal(S, F), draw.normal(K, F), draw.distributions(7, S, K, axis=axis)
     each = feature_gradient(CrossEntropy(axis), Linear(theta), Z.expand(7, S, F), C).total
-    actual = _derivative(lambda Z: _plain_energy((Z @ theta.mT).expand(7, S, K), C, axis) / 7, Z)
+    actual = derivative(lambda Z: _plain_energy((Z @ theta.mT).expand(7, S, K), C, axis) / 7, Z)
     return Comparison(each.mean(0), actual)
 
 

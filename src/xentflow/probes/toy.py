@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from xentflow.objective import CrossEntropy
 CLASSES, WIDTH, TOKENS, SAMPLES = 8, 32, 16, 64
 
 
+@runtime_checkable
 class Settings(Protocol):
     """What of the command's configuration matters here."""
 
