@@ -212,7 +212,7 @@ class TestSettings:
         [
             (xf.LearnedStep(0.5), "h > 0 learned, started at 0.5"),
             (xf.LearnedStep(0.5, features=F), "one for each feature"),
-            (xf.LearnedStep(0.5, heads=H), "one for each head"),
+            (xf.LearnedStep(0.5, heads=H), "h = 1, with weights wₕ > 0 of the heads learned, started at 0.5"),
             (xf.CertifiedStep(), "h = 1/L, with L the certified bound on the curvature of ℓ"),
             (xf.LineSearch(2.0), "h by Armijo line search from 2, for each sample: no step raises ℓ"),
         ],

@@ -188,7 +188,7 @@ class TestPadding:
         padded = torch.cat([Z, normal((2, longer - S, F), generator, 5.0)], 1)
         padding = torch.arange(longer).expand(2, longer) < S
         oracles = [xf.Uniform(), xf.SelfPrediction(0.5)]
-        oracles += [xf.Band(1), xf.Shift(-1)] if kind in ("both", "own") else []
+        oracles += [xf.Band(1), xf.Shift(-1), xf.Shift(1)] if kind in ("both", "own") else []
         for name, oracle in product(POTENTIAL_NAMES, oracles):
             for splitting, constraint in (
                 (xf.LieTrotter(), xf.Free()),

@@ -195,7 +195,10 @@ class TestPositions:
         mask = padding[:, None] & padding[None]
         C = xf.Shift(1)(Z, N, "classes", mask)
         assert C[1].tolist() == [0, 0, 1, 0, 0]
-        assert_close(C[2], padding.double() / 3)  # what it aims at is masked: even over the rest
+        assert C[2].tolist() == [0, 0, 1, 0, 0]  # what it aims at is masked: like the last token, it aims at itself
+        # Where neither is left, weight goes evenly over what is.
+        mask[2, 2] = False
+        assert xf.Shift(1)(Z, N, "classes", mask)[2].tolist() == [0.5, 0.5, 0, 0, 0]
         assert (C[3:] == 0).all()
 
     @pytest.mark.parametrize("oracle", [xf.Shift(), xf.Band()])

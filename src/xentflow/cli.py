@@ -42,9 +42,23 @@ def _probe() -> tuple[type[Any], Callable[[Any, Path], int]]:
     return probes.ProbeConfig, probes.run
 
 
+def _reproduce() -> tuple[type[Any], Callable[[Any, Path], int]]:
+    from xentflow.experiments import reproduce
+
+    return reproduce.ReproduceConfig, reproduce.run
+
+
+def _bench() -> tuple[type[Any], Callable[[Any, Path], int]]:
+    from xentflow import bench
+
+    return bench.BenchConfig, bench.run
+
+
 _COMMANDS = {
+    "bench": _Command("Measure speed: ratios, interleaved, with the floor beside them.", _bench),
     "probe": _Command("Measure how far a module's updates are from descent on an energy.", _probe),
     "derive": _Command("Print the derivation and the certificate of a block.", _derive),
+    "reproduce": _Command("Run the paper's experiment and its controls, and report it.", _reproduce),
     "verify": _Command("Try the paper's claims, and the package's own, on random instances.", _verify),
 }
 
@@ -79,7 +93,19 @@ def _parser(name: str, command: _Command) -> ArgumentParser:
     parser = ArgumentParser(description=command.summary)
     parser.add_argument("--config", action="config", help="YAML file with these settings")
     parser.add_argument("--output", metavar="DIR", default=f"results/{name}", help="folder for result.json")
-    parser.add_class_arguments(command.load()[0], as_group=False)
+    config_type = command.load()[0]
+    flags = {field.name for field in fields(config_type) if field.type is bool}
+    # What a command is about stands right behind it, as in `xentflow bench training`.
+    subject = [field for field in fields(config_type) if field.metadata.get("subject")]
+    for field in subject:
+        parser.add_argument(
+            field.name, nargs="?", type=field.type, default=field.default, help=field.metadata["subject"]
+        )
+    parser.add_class_arguments(config_type, as_group=False, skip={field.name for field in subject})
+    for action in parser._actions:
+        # A flag alone means yes; it may still be given a value, as a configuration file does.
+        if action.dest in flags:
+            action.nargs, action.const = "?", True
     return parser
 
 

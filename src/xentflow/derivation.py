@@ -92,7 +92,7 @@ def _rows(parts: Parts) -> Iterator[Row]:
         yield Row(
             "own part",
             (rf"G = {attention} - {_grouped(target)}",),
-            "of the gradient: each token descends its own distribution's l, the others held fixed",
+            "of the gradient: each token descends its own distribution's l; others, and its own other role, held fixed",
         )
     yield from _flow_rows(parts, attention, target)
     yield Row(

@@ -1,7 +1,7 @@
 """``xentflow bench``: ratios between ways to do one thing, interleaved in one process, with the floor beside them."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -15,16 +15,15 @@ from xentflow.records import report_console, require_writable, write_result
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """What to measure.
+    """How to measure, and what: "training" is fitting the paper's classifier.
 
     Args:
-        what: "training": fitting the paper's classifier.
         rounds: how often each way is timed, interleaved.
         threads: pinned for the run.
         data_dir: folder of Fashion-MNIST, if not found by itself.
     """
 
-    what: Literal["training"] = "training"
+    what: Literal["training"] = field(default="training", metadata={"subject": "what to measure"})
     rounds: int = 5
     threads: int = 2
     data_dir: str | None = None
