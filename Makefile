@@ -16,7 +16,10 @@ help:
 	@echo "make clean       remove the environment and everything that was made"
 
 reproduce: $(READY)
-	$(BIN)/xentflow verify
+	$(BIN)/xentflow reproduce
+	@echo "table:  results/reproduce/table.md"
+	@echo "figure: results/reproduce/figure1.png"
+	@echo "page:   results/reproduce/report.html"
 
 test: $(READY)
 	$(BIN)/python -m pytest
@@ -41,7 +44,7 @@ examples: $(READY)
 	@for example in examples/*.py; do [ -e "$$example" ] || continue; echo "$$example"; $(BIN)/python "$$example" || exit 1; done
 
 bench: $(READY)
-	@echo "Nothing is measured yet; xentflow bench comes with the operators."
+	$(BIN)/xentflow bench training
 
 mutants: $(READY)
 	$(BIN)/python tools/mutate.py
