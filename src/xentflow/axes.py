@@ -31,10 +31,10 @@ def dimension(axis: Axis) -> int:
 def holds(condition: Tensor) -> bool:
     """Whether a boolean tensor is true throughout; taken on trust where values cannot be looked at.
 
-    Inside ``torch.compile`` a look at a value breaks the graph, and inside ``torch.vmap`` it is refused, so there
-    only shapes and dtypes are checked.
+    Inside ``torch.compile`` a look at a value breaks the graph, inside ``torch.vmap`` it is refused, and while a CUDA
+    graph is captured it would end the capture, so there only shapes and dtypes are checked.
     """
-    if torch.compiler.is_compiling():
+    if _is_recorded():
         return True
     try:
         return bool(condition.all())
@@ -42,9 +42,13 @@ def holds(condition: Tensor) -> bool:
         return True
 
 
+def _is_recorded() -> bool:
+    return torch.compiler.is_compiling() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
 def is_finite(value: Tensor) -> bool:
     """Whether no entry is NaN or infinite; one reduction in the usual case."""
-    if torch.compiler.is_compiling():
+    if _is_recorded():
         return True
     # A finite sum proves that every entry is finite; an infinite one may be an overflow, so only then look at each.
     return holds(torch.isfinite(value.sum())) or holds(torch.isfinite(value))

@@ -39,7 +39,7 @@ _ORACLES: dict[str, tuple[type[Oracle], tuple[str, ...]]] = {
     "Given": (Given, ()),
     "SelfPrediction": (SelfPrediction, ("temperature", "hard")),
     "Uniform": (Uniform, ()),
-    "LearnedTargets": (LearnedTargets, ("rows", "columns")),
+    "LearnedTargets": (LearnedTargets, ("rows", "columns", "heads")),
     "Shift": (Shift, ("offset",)),
     "Band": (Band, ("width",)),
     "NearestNeighbours": (NearestNeighbours, ("k",)),
@@ -111,8 +111,9 @@ def _model_config(model: Model) -> Config:
     if isinstance(model, Linear):
         return {"type": "Linear", "theta": list(model.theta.shape), "bias": model.bias is not None}
     if isinstance(model, Quadratic):
-        weight = "theta" if model.phi is None else "phi"
-        return {"type": "Quadratic", weight: list(getattr(model, weight).shape), "roles": model.roles}
+        names = [name for name in ("theta", "phi", "psi") if getattr(model, name) is not None]
+        shapes = {name: list(getattr(model, name).shape) for name in names}
+        return {"type": "Quadratic", **shapes, "roles": model.roles}
     if isinstance(model, Bilinear):
         if model.context is not None:
             raise XentflowError("config: expected a Bilinear model without a context, got one that holds its context")
@@ -126,6 +127,10 @@ def _model(config: Mapping[str, Any]) -> Model:
         _require_entries("Linear", settings, {"theta", "bias"})
         theta = torch.zeros(settings["theta"])
         return Linear(theta, torch.zeros(settings["theta"][:-1]) if settings["bias"] else None)
+    if kind is Quadratic and "psi" in settings:
+        _require_entries("Quadratic", settings, {"phi", "psi", "roles"})
+        phi, psi = torch.zeros(settings["phi"]), torch.zeros(settings["psi"])
+        return Quadratic.from_factor(phi, settings["roles"], psi)
     if kind is Quadratic and "phi" in settings:
         _require_entries("Quadratic", settings, {"phi", "roles"})
         return Quadratic.from_factor(torch.zeros(settings["phi"]), settings["roles"])
@@ -140,8 +145,6 @@ def _oracle_config(oracle: Oracle) -> Config:
     name = type(oracle).__name__
     if name not in _ORACLES:
         raise XentflowError(f"config: expected an oracle that is data, got {name}, which holds a network")
-    if isinstance(oracle, LearnedTargets):
-        return {"type": name, "rows": oracle.logits.shape[0], "columns": oracle.logits.shape[1]}
     return {"type": name, **{setting: getattr(oracle, setting) for setting in _ORACLES[name][1]}}
 
 

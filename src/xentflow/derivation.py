@@ -166,14 +166,21 @@ def _c(model: Model) -> str:
 
 def _theta(model: Model, accent: str = "") -> str:
     if isinstance(model, Quadratic) and model.phi is not None:
-        phi = _sub(rf"\phi{accent}", model)
-        return f"{phi}{phi}^T"
+        queries, keys = _factors(model, accent)
+        return f"{queries}{keys}^T"
     return _sub(rf"\theta{accent}", model)
 
 
 def _transposed_theta(model: Model, accent: str = "") -> str:
-    theta = _theta(model, accent)
-    return theta if isinstance(model, Quadratic) and model.phi is not None else f"{theta}^T"
+    if isinstance(model, Quadratic) and model.phi is not None:
+        queries, keys = _factors(model, accent)
+        return f"{keys}{queries}^T"
+    return f"{_theta(model, accent)}^T"
+
+
+def _factors(model: Quadratic, accent: str) -> tuple[str, str]:
+    phi = _sub(rf"\phi{accent}", model)
+    return phi, phi if model.psi is None else _sub(rf"\psi{accent}", model)
 
 
 def _logits(model: Model, Z: str) -> str:

@@ -104,8 +104,13 @@ class GradientFlow:
 
     def velocity(self, Z: Features) -> Features:
         """Ż at Z."""
-        target = self._target(Z)
-        return self.constraint.tangent(Z, target - self._attention(Z))
+        if self.target_model is not self.model or self._printed_form:
+            return self.constraint.tangent(Z, self._target(Z) - self._attention(Z))
+        # One θ for both terms: the pullback is linear, and so one of C − p does for two.
+        residual = self.targets(Z) - self.objective.potential.gradient(self.model.logits(Z), self.mask)
+        if self.head_weights is not None:
+            residual = self.head_weights * residual
+        return self.constraint.tangent(Z, self.model.pullback(Z, residual, self.objective.axis).to(Z.dtype))
 
     def retract(self, Z: Features, V: Features) -> Features:
         """Z moved by V, within the constraint."""

@@ -136,11 +136,11 @@ class Linear(_ModelModule):
 
     def logits(self, Z: Features) -> Logits:
         self._require_fit(Z, self.theta, self.theta.shape[-1])
-        N = _per_head(Z, self.heads) @ self.theta.mT
+        N = _through_heads(Z, self.theta.mT)
         return N if self.bias is None else N + self.bias.unsqueeze(-2)
 
     def pullback(self, Z: Features, M: Logits, axis: Axis | None = None) -> Features:
-        return _summed_over_heads(M @ self.theta, self.heads)
+        return _gathered_from_heads(M, self.theta)
 
     def operator_norm(self) -> Tensor:
         return _spectral_norm(self.theta.flatten(0, -2))
@@ -158,47 +158,60 @@ class Quadratic(_ModelModule):
     each token then descends its own ℓ with all that it meets held fixed, its own other role included. That is a game,
     not a gradient flow.
 
-    theta: θ ``(F, F)`` or ``(H, F, F)``; see ``from_factor`` for θ = φφᵀ.
+    theta: θ ``(F, F)`` or ``(H, F, F)``; see ``from_factor`` for θ = φφᵀ and θ = φψᵀ.
     """
 
     pullback_degree: Literal[0, 1] | None = 1
-    _learnable: ClassVar[tuple[str, ...]] = ("theta", "phi")
+    _learnable: ClassVar[tuple[str, ...]] = ("theta", "phi", "psi")
     theta: Tensor | None
     phi: Tensor | None
+    psi: Tensor | None
 
     def __init__(self, theta: Float[Tensor, "*H F F"], roles: Roles = "both") -> None:
         super().__init__()
         _require_theta(theta, "(F, F) or (H, F, F)")
         if theta.shape[-1] != theta.shape[-2]:
             raise XentflowError(f"theta: expected a square (F, F) or (H, F, F), got {tuple(theta.shape)}")
-        self._set_up(theta, None, roles)
+        self._set_up(theta, None, None, roles)
 
     @classmethod
-    def from_factor(cls, phi: Float[Tensor, "*H F R"], roles: Roles = "both") -> "Quadratic":
-        """The model with θ = φφᵀ, φ ``(F, R)`` or ``(H, F, R)``, R any rank; θ itself is never formed."""
+    def from_factor(
+        cls, phi: Float[Tensor, "*H F R"], roles: Roles = "both", psi: Float[Tensor, "*H F R"] | None = None
+    ) -> "Quadratic":
+        """The model with θ = φφᵀ, φ ``(F, R)`` or ``(H, F, R)``, R any rank; θ itself is never formed.
+
+        With ψ like φ, θ = φψᵀ: what a token asks by and what it is found by differ, as queries and keys do.
+        """
         _require_theta(phi, "(F, R) or (H, F, R)", name="phi")
+        if psi is not None:
+            _require_theta(psi, "(F, R) or (H, F, R)", name="psi")
+            require_alike("psi", psi, "phi", phi)
+            if psi.shape != phi.shape:
+                raise XentflowError(f"psi: expected the shape of phi, {tuple(phi.shape)}, got {tuple(psi.shape)}")
         model = cls.__new__(cls)
         super(Quadratic, model).__init__()
-        model._set_up(None, phi, roles)
+        model._set_up(None, phi, psi, roles)
         return model
 
-    def _set_up(self, theta: Tensor | None, phi: Tensor | None, roles: Roles) -> None:
+    def _set_up(self, theta: Tensor | None, phi: Tensor | None, psi: Tensor | None, roles: Roles) -> None:
         if roles not in ("both", "own"):
             raise XentflowError(f'roles: expected "both" or "own", got {roles!r}')
         self.roles: Roles = roles
         self.is_gradient = roles == "both"
         self._hold("theta", theta)
         self._hold("phi", phi)
+        self._hold("psi", psi)
         weight = self._weight
         self.heads = weight.shape[0] if weight.ndim == 3 else None
 
     def logits(self, Z: Features) -> Logits:
         self._require_fit(Z, self._weight, self._weight.shape[-2])
-        per_head = _per_head(Z, self.heads)
         if self.phi is not None:
-            projected = per_head @ self.phi
-            return projected @ projected.mT
-        return self._times_theta(per_head) @ per_head.mT
+            queries = _through_heads(Z, self.phi)
+            keys = queries if self.psi is None else _through_heads(Z, self.psi)
+            return queries @ keys.mT
+        assert self.theta is not None
+        return _through_heads(Z, self.theta) @ _per_head(Z, self.heads).mT
 
     def pullback(self, Z: Features, M: Logits, axis: Axis | None = None) -> Features:
         if self.roles == "both":
@@ -209,11 +222,18 @@ class Quadratic(_ModelModule):
 
     def query_pullback(self, Z: Features, M: Logits) -> Features:
         """MZθᵀ: what reaches a token through its row of N."""
-        return _summed_over_heads(self._times_theta(M @ _per_head(Z, self.heads), transposed=True), self.heads)
+        if self.phi is None:
+            assert self.theta is not None
+            return _gathered_from_heads(M @ _per_head(Z, self.heads), self.theta.mT)
+        # Tokens are mixed in R dimensions, where that costs least.
+        return _gathered_from_heads(M @ _through_heads(Z, self._keys), self.phi.mT)
 
     def key_pullback(self, Z: Features, M: Logits) -> Features:
         """MᵀZθ: what reaches a token through its column of N."""
-        return _summed_over_heads(self._times_theta(M.mT @ _per_head(Z, self.heads)), self.heads)
+        if self.phi is None:
+            assert self.theta is not None
+            return _gathered_from_heads(M.mT @ _per_head(Z, self.heads), self.theta)
+        return _gathered_from_heads(M.mT @ _through_heads(Z, self.phi), self._keys.mT)
 
     def pullback_norm(self, M: Logits) -> Tensor:
         """An upper bound, over all samples, of the operator norm of Z ↦ pullback(Z, M)."""
@@ -225,7 +245,7 @@ class Quadratic(_ModelModule):
     def full_theta(self) -> Float[Tensor, "*H F F"]:
         """θ, formed from φ if need be."""
         if self.phi is not None:
-            return self.phi @ self.phi.mT
+            return self.phi @ self._keys.mT
         assert self.theta is not None
         return self.theta
 
@@ -239,11 +259,11 @@ class Quadratic(_ModelModule):
         assert weight is not None
         return weight
 
-    def _times_theta(self, X: Tensor, transposed: bool = False) -> Tensor:
-        if self.phi is not None:
-            return (X @ self.phi) @ self.phi.mT
-        assert self.theta is not None
-        return X @ (self.theta.mT if transposed else self.theta)
+    @property
+    def _keys(self) -> Tensor:
+        keys = self.phi if self.psi is None else self.psi
+        assert keys is not None
+        return keys
 
 
 class Bilinear(_ModelModule):
@@ -308,7 +328,8 @@ class _BilinearAt(Model):
         return _per_head(Z, self.heads) @ self._keys().mT
 
     def pullback(self, Z: Features, M: Logits, axis: Axis | None = None) -> Features:
-        return _summed_over_heads(M @ self._keys(), self.heads)
+        pulled = M @ self._keys()
+        return pulled if self.heads is None else pulled.sum(-3)
 
     def operator_norm(self) -> Tensor:
         keys = self._keys()
@@ -406,5 +427,11 @@ def _per_head(Z: Tensor, heads: int | None) -> Tensor:
     return Z if heads is None else Z.unsqueeze(-3)
 
 
-def _summed_over_heads(pulled: Tensor, heads: int | None) -> Tensor:
-    return pulled if heads is None else pulled.sum(-3)
+def _through_heads(Z: Tensor, weight: Tensor) -> Tensor:
+    """ZW, or ZWₕ of each head in one product of matrices, not one for each sample and head."""
+    return Z @ weight if weight.ndim == 2 else torch.einsum("...sf,hfk->...hsk", Z, weight)
+
+
+def _gathered_from_heads(M: Tensor, weight: Tensor) -> Tensor:
+    """MW, or Σₕ MₕWₕ in one product."""
+    return M @ weight if weight.ndim == 2 else torch.einsum("...hsk,hkf->...sf", M, weight)

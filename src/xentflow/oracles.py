@@ -135,26 +135,32 @@ class Learned(Oracle):
 
 
 class LearnedTargets(Oracle):
-    """C = softmax of a free matrix of logits ``(S, K)``, the same for every sample; for self-attention (S, S)."""
+    """C = softmax of a free matrix of logits ``(S, K)``, the same for every sample; for self-attention (S, S).
+
+    heads: H, where each head has a matrix of its own.
+    """
 
     uses_labels: ClassVar[bool] = False
     sees: ClassVar[str] = "nothing but what training has taught it"
 
-    def __init__(self, rows: int, columns: int | None = None) -> None:
+    def __init__(self, rows: int, columns: int | None = None, heads: int | None = None) -> None:
         super().__init__()
         columns = rows if columns is None else columns
-        if not all(isinstance(size, int) and size > 0 for size in (rows, columns)):
-            raise XentflowError(f"LearnedTargets: expected positive whole numbers, got {rows!r} and {columns!r}")
-        self.logits = nn.Parameter(torch.zeros(rows, columns))
+        shape = (rows, columns) if heads is None else (heads, rows, columns)
+        if not all(isinstance(size, int) and size > 0 for size in shape):
+            came = ", ".join(repr(size) for size in shape)
+            raise XentflowError(f"LearnedTargets: expected positive whole numbers, got {came}")
+        self.rows, self.columns, self.heads = rows, columns, heads
+        self.logits = nn.Parameter(torch.zeros(shape))
 
     def extra_repr(self) -> str:
-        return f"{self.logits.shape[0]}, {self.logits.shape[1]}"
+        return f"{self.rows}, {self.columns}" + ("" if self.heads is None else f", heads={self.heads}")
 
     def forward(
         self, Z: Features, N: Logits, axis: Axis, mask: Mask | None = None, given: Tensor | None = None
     ) -> Tensor:
         self._refuse(given)
-        if self.logits.shape != N.shape[-2:]:
+        if self.logits.shape != N.shape[-self.logits.ndim :]:
             raise XentflowError(
                 f"LearnedTargets: expected logits of size {tuple(self.logits.shape)}, got {tuple(N.shape[-2:])}"
             )

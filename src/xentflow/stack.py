@@ -130,11 +130,12 @@ def initialise_(stack: Stack | DerivedBlock, generator: torch.Generator | None =
                 heads = theta.shape[0] if theta.ndim == 3 else 1
                 norm = math.sqrt(allowed / (c * heads))
                 if isinstance(model, Quadratic):
-                    features = rows if name == "phi" else width
+                    factor = name in ("phi", "psi")
+                    features = rows if factor else width
                     share = allowed / heads
                     # The positive root of c·F·x² + 2x = share.
                     norm = (math.sqrt(1 + c * features * share) - 1) / (c * features)
-                    norm = math.sqrt(norm) if name == "phi" else norm
+                    norm = math.sqrt(norm) if factor else norm
                 deviation = norm / (math.sqrt(rows) + math.sqrt(width))
                 theta.copy_(torch.randn(theta.shape, generator=generator).to(theta) * deviation)
 

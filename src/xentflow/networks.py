@@ -1,0 +1,280 @@
+"""Derived transformers: an embedding, blocks that alternate two energies, and a read-out through the last one's θ.
+
+    Z⁽⁰⁾   = place(embedding + positions)
+    depth × [ mix:    tokens against tokens,  N = Zφψᵀ Zᵀ,   C a learned matrix of positions, or uniform
+              sort:   tokens against classes, N = Zθᵀ,       C = softmax(MLP(Z)), latent classes of several heads ]
+    decide:  N = Zθᵀ + b over the true classes, C = softmax(MLP(Z));  logits = θ of the decided features
+
+Every half is one step of a splitting of a flow made by ``derive``; together they take the places of self-attention and
+of the feed-forward part. Labels reach C through the training loss alone. For images the tokens' mean is decided on, for
+sequences each token.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from xentflow.block import DerivedBlock
+from xentflow.constraints import Constraint, Free, Sphere
+from xentflow.derive import derive
+from xentflow.errors import XentflowError
+from xentflow.integrators import Euler, Method
+from xentflow.models import Linear, Quadratic, Roles
+from xentflow.objective import CrossEntropy, Objective
+from xentflow.oracles import Learned, LearnedTargets, Uniform
+from xentflow.potentials import Entmax, HalfSquare, LogSumExp, Potential, Softplus
+from xentflow.splitting import LieTrotter, Strang, Yoshida
+from xentflow.stack import Stack
+from xentflow.steps import LearnedStep
+
+SplittingName = Literal["none", "lie-trotter", "strang", "yoshida"]
+PotentialName = Literal["softmax", "entmax", "sigmoid", "linear"]
+Normalisation = Literal["sphere", "pre-norm", "free"]
+Size = Literal["tiny", "small", "base"]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a task shows a network: ``tokens`` places, classes to tell apart, and what stands at a place.
+
+    vocabulary: how many symbols there are, or None where a place holds ``patch`` numbers.
+    """
+
+    tokens: int
+    classes: int
+    vocabulary: int | None = None
+    patch: int = 0
+
+    @property
+    def causal(self) -> bool:
+        """Sequences of symbols are read forwards, and every token decides; images are seen whole, and decide once."""
+        return self.vocabulary is not None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large a network is: F, its halves' number, its heads, and the hidden width of its MLPs."""
+
+    width: int
+    depth: int
+    heads: int
+    hidden: int
+
+    def __post_init__(self) -> None:
+        if min(self.width, self.depth, self.heads, self.hidden) < 1 or self.width % self.heads:
+            raise XentflowError(f"shape: expected positive sizes and a width that the heads divide, got {self}")
+
+
+SHAPES: dict[Size, Shape] = {
+    "tiny": Shape(width=64, depth=4, heads=4, hidden=128),
+    "small": Shape(width=128, depth=6, heads=8, hidden=256),
+    "base": Shape(width=256, depth=8, heads=8, hidden=512),
+}
+
+
+@dataclass(frozen=True)
+class Derivation:
+    """What is derived: every choice an ablation changes.
+
+    roles, printed, splitting, potential: of the mixing half; tied: one pair of halves, repeated; target: whether the
+    mixing half has a learned C, or a uniform one that holds no information; normalisation: features on a sphere, free,
+    or the steps taken at normalised features and added to the others, as pre-norm does.
+    """
+
+    roles: Roles = "own"
+    printed: bool = False
+    tied: bool = False
+    target: bool = True
+    splitting: SplittingName = "none"
+    normalisation: Normalisation = "sphere"
+    potential: PotentialName = "softmax"
+
+    @property
+    def words(self) -> str:
+        """What differs from the defaults."""
+        changed = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        other = [f"{k}={v}" for k, v in changed.items() if v != getattr(Derivation(), k)]
+        return ", ".join(other) or "as derived"
+
+
+class Embedding(nn.Module):
+    """Symbols or patches as features ``(*batch, S, F)``, each with its position's added."""
+
+    def __init__(self, inputs: Inputs, width: int) -> None:
+        super().__init__()
+        self.content = (
+            nn.Linear(inputs.patch, width) if inputs.vocabulary is None else nn.Embedding(inputs.vocabulary, width)
+        )
+        self.positions = nn.Parameter(0.5 * torch.randn(inputs.tokens, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Z before the first block."""
+        embedded: Tensor = self.content(x) + self.positions[: x.shape[1]]
+        return embedded
+
+
+class PerHead(nn.Module):
+    """Features to logits of each head, ``(*batch, H, S, K)``, through a hidden layer."""
+
+    def __init__(self, width: int, hidden: int, heads: int, classes: int) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(width, hidden), nn.Linear(hidden, heads * classes)
+        self.heads = heads
+
+    def forward(self, Z: Tensor) -> Tensor:
+        """The logits of C."""
+        logits = self.leave(nn.functional.gelu(self.enter(Z)))
+        return logits.unflatten(-1, (self.heads, -1)).movedim(-2, -3)
+
+
+class PreNorm(DerivedBlock):
+    """Z + (block(X) − X), X = RMSNorm(Z): a step taken at normalised features and added to the others.
+
+    It follows no flow of Z (``docs/normalisation.md``), and so has no trajectory.
+    """
+
+    def forward(self, Z: Tensor, *inputs: Tensor | None, **named: Tensor | None) -> Tensor:
+        X = Sphere(Z.shape[-1] ** 0.5).place(Z)
+        return Z + (super().forward(X, *inputs, **named) - X)
+
+
+class DerivedTransformer(nn.Module):
+    """The network of this module's first lines; ``stack`` holds the halves, ``decide`` the last block."""
+
+    def __init__(self, inputs: Inputs, shape: Shape, derivation: Derivation | None = None) -> None:
+        super().__init__()
+        derivation = Derivation() if derivation is None else derivation
+        self.inputs, self.shape, self.derivation = inputs, shape, derivation
+        self.embedding = Embedding(inputs, shape.width)
+        layers = 1 if derivation.tied else shape.depth
+        halves = [half for _ in range(layers) for half in (self._mix(), self._sort())]
+        self.stack = Stack(halves, repeats=shape.depth // layers)
+        F = shape.width
+        theta = torch.randn(inputs.classes, F) / F
+        self.decide = derive(
+            CrossEntropy("classes"),
+            Linear(theta, torch.zeros(inputs.classes)),
+            oracle=Learned(nn.Sequential(nn.Linear(F, shape.hidden), nn.GELU(), nn.Linear(shape.hidden, inputs.classes))),
+            splitting=Euler(),
+            step=LearnedStep(1.0),
+            constraint=_sphere(F),
+        )
+
+    @property
+    def uses_labels(self) -> bool:
+        """Whether the true labels of the samples it acts on may enter."""
+        return self.stack.uses_labels or self.decide.uses_labels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of the true classes: ``(n, K)`` for images, ``(n, S, K)`` for sequences."""
+        decided: Tensor = self.decide(self.to_decide(self.stack(self.embedding(x))))
+        logits: Tensor = self.decide.model.logits(decided)
+        return logits if self.inputs.causal else logits.squeeze(-2)
+
+    def to_decide(self, Z: Tensor) -> Tensor:
+        """The features that the last block classifies: each token, or the mean of an image's."""
+        return Z if self.inputs.causal else Z.mean(-2, keepdim=True)
+
+    def _mix(self) -> DerivedBlock:
+        F, heads, S = self.shape.width, self.shape.heads, self.inputs.tokens
+        phi, psi = (torch.randn(heads, F, F // heads) / F for _ in range(2))
+        choice = self.derivation
+        block = derive(
+            Objective(_potential(choice.potential)),
+            Quadratic.from_factor(phi, choice.roles, psi),
+            oracle=LearnedTargets(S, heads=heads) if choice.target else Uniform(),
+            splitting=_splitting(choice.splitting),
+            step=LearnedStep(1.0, heads=heads),
+            constraint=self._constraint(),
+            causal=self.inputs.causal,
+            printed_form=choice.printed,
+        )
+        return self._normalised(block)
+
+    def _sort(self) -> DerivedBlock:
+        F, heads = self.shape.width, self.shape.width // 8
+        theta = torch.randn(heads, 16, F) / F
+        block = derive(
+            CrossEntropy("classes"),
+            Linear(theta),
+            oracle=Learned(PerHead(F, self.shape.hidden, heads, 16)),
+            splitting=_splitting(self.derivation.splitting),
+            step=LearnedStep(1.0, heads=heads),
+            constraint=self._constraint(),
+        )
+        return self._normalised(block)
+
+    def _constraint(self) -> Constraint:
+        return _sphere(self.shape.width) if self.derivation.normalisation == "sphere" else Free()
+
+    def _normalised(self, block: DerivedBlock) -> DerivedBlock:
+        if self.derivation.normalisation != "pre-norm":
+            return block
+        parts = (block.objective, block.model, block.oracle, block.splitting, block.step, block.constraint)
+        return PreNorm(*parts, causal=block.causal, printed_form=block.printed_form)
+
+
+class Transformer(nn.Module):
+    """The baseline: ``nn.TransformerEncoder``, pre-norm, with the same embedding and a linear read-out."""
+
+    def __init__(self, inputs: Inputs, shape: Shape) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.embedding = Embedding(inputs, shape.width)
+        layer = nn.TransformerEncoderLayer(
+            shape.width, shape.heads, shape.hidden, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.encoder = nn.TransformerEncoder(
+            layer, shape.depth, norm=nn.LayerNorm(shape.width), enable_nested_tensor=False
+        )
+        self.readout = nn.Linear(shape.width, inputs.classes)
+        future = torch.ones(inputs.tokens, inputs.tokens, dtype=torch.bool).triu(1) if inputs.causal else None
+        self.register_buffer("future", future, persistent=False)
+
+    uses_labels = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits as ``DerivedTransformer`` gives them."""
+        Z = self.embedding(x)
+        if self.inputs.causal:
+            logits: Tensor = self.readout(self.encoder(Z, mask=self.future, is_causal=True))
+            return logits
+        logits = self.readout(self.encoder(Z).mean(-2))
+        return logits
+
+
+def count(module: nn.Module) -> int:
+    """How many numbers training may change."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def matched(inputs: Inputs, shape: Shape, wanted: int) -> Shape:
+    """The shape of the baseline with as many parameters: width, depth and heads kept, the hidden width chosen."""
+
+    def sized(hidden: int) -> int:
+        return count(Transformer(inputs, Shape(shape.width, shape.depth, shape.heads, hidden)))
+
+    with torch.device("meta"):
+        least, each = sized(1), sized(2) - sized(1)
+    return Shape(shape.width, shape.depth, shape.heads, max(1, 1 + round((wanted - least) / each)))
+
+
+def _sphere(width: int) -> Sphere:
+    return Sphere(width**0.5)
+
+
+def _potential(name: PotentialName) -> Potential:
+    axis: Literal["classes"] = "classes"
+    kinds: dict[str, Potential] = {
+        "softmax": LogSumExp(axis), "entmax": Entmax(axis), "sigmoid": Softplus(axis), "linear": HalfSquare(axis),
+    }  # fmt: skip
+    return kinds[name]
+
+
+def _splitting(name: SplittingName) -> Method:
+    kinds: dict[str, Method] = {
+        "none": Euler(), "lie-trotter": LieTrotter(), "strang": Strang(), "yoshida": Yoshida(),
+    }  # fmt: skip
+    return kinds[name]
