@@ -3,7 +3,7 @@
 Every sample is one token: Z is the ``(n, F)`` feature matrix, N = Zθᵀ + b, and the softmax is along the classes, so
 that each sample moves by itself.
 
-Labels: both fit θ with the labels of the training samples. ``MultinomialFlowClassifier`` predicts without any, and
+Labels: both fit θ with the labels of the training samples. ``MultinomialFlowClassifier`` predicts without any.
 ``FeatureFlow`` transforms without any unless its oracle is ``Given``, which must be asked for twice and warns each time.
 
 This module imports scikit-learn; ``import xentflow`` does not import this module.
@@ -28,7 +28,7 @@ from xentflow.derive import derive
 from xentflow.errors import XentflowError
 from xentflow.models import Linear
 from xentflow.objective import CrossEntropy
-from xentflow.oracles import Given, NearestNeighbours, Oracle, SelfPrediction
+from xentflow.oracles import NearestNeighbours, Oracle, SelfPrediction
 from xentflow.stack import Stack
 from xentflow.steps import CertifiedStep
 from xentflow.training.multinomial import fit_multinomial
@@ -50,9 +50,7 @@ class MultinomialFlowClassifier(ClassifierMixin, BaseEstimator):  # type: ignore
     ``n_iter_``. All rows are kept for two classes too, where N₁ − N₀ is what ``LogisticRegression`` calls the decision.
     """
 
-    def __init__(
-        self, *, C: float = 1.0, fit_intercept: bool = True, tol: float = 3e-8, max_iter: int = 500
-    ) -> None:
+    def __init__(self, *, C: float = 1.0, fit_intercept: bool = True, tol: float = 3e-8, max_iter: int = 500) -> None:
         self.C = C
         self.fit_intercept = fit_intercept
         self.tol = tol
@@ -61,13 +59,13 @@ class MultinomialFlowClassifier(ClassifierMixin, BaseEstimator):  # type: ignore
     def fit(self, X: ArrayLike, y: ArrayLike) -> "MultinomialFlowClassifier":
         """Fit θ to samples X ``(n, F)`` and their labels y ``(n,)`` of any kind."""
         self._require_settings()
-        X, y = _validated(self, X, y, dtype=[np.float64, np.float32])
-        _require(check_classification_targets, y)
-        self.classes_, labels = np.unique(y, return_inverse=True)
+        samples, given = _validated(self, X, y, dtype=[np.float64, np.float32])
+        _require(check_classification_targets, given)
+        self.classes_, labels = np.unique(given, return_inverse=True)
         if len(self.classes_) < 2:
             raise XentflowError(f"y: expected labels of at least two classes, got one class: {self.classes_[0]!r}")
         fitted = fit_multinomial(
-            _tensor(X),
+            _tensor(samples),
             torch.from_numpy(labels),
             len(self.classes_),
             C=float(self.C),
@@ -82,8 +80,8 @@ class MultinomialFlowClassifier(ClassifierMixin, BaseEstimator):  # type: ignore
                 ConvergenceWarning,
                 stacklevel=2,
             )
-        self.theta_: Array = fitted.theta.numpy().astype(X.dtype)
-        self.bias_: Array = fitted.bias.numpy().astype(X.dtype)
+        self.theta_: Array = fitted.theta.numpy().astype(samples.dtype)
+        self.bias_: Array = fitted.bias.numpy().astype(samples.dtype)
         self.objective_, self.n_iter_ = fitted.objective, fitted.iterations
         return self
 
@@ -116,15 +114,15 @@ class MultinomialFlowClassifier(ClassifierMixin, BaseEstimator):  # type: ignore
 
     def _logits(self, X: ArrayLike) -> torch.Tensor:
         check_is_fitted(self)
-        X = _validated(self, X, dtype=[self.theta_.dtype], reset=False)
-        return self.model_.logits(_tensor(X))
+        return self.model_.logits(_tensor(_validated(self, X, dtype=[self.theta_.dtype], reset=False)))
 
     def _require_settings(self) -> None:
-        if not (isinstance(self.C, Real) and self.C > 0):
+        settings: dict[str, Any] = self.get_params()
+        if not (isinstance(settings["C"], Real) and self.C > 0):
             raise XentflowError(f"C: expected a positive number, or infinity for no penalty, got {self.C!r}")
-        if not (isinstance(self.tol, Real) and 0 < self.tol < math.inf):
+        if not (isinstance(settings["tol"], Real) and 0 < self.tol < math.inf):
             raise XentflowError(f"tol: expected a positive finite number, got {self.tol!r}")
-        if not isinstance(self.fit_intercept, bool | np.bool_):
+        if not isinstance(settings["fit_intercept"], bool | np.bool_):
             raise XentflowError(f"fit_intercept: expected True or False, got {self.fit_intercept!r}")
         _require_count("max_iter", self.max_iter)
 
@@ -166,13 +164,13 @@ class FeatureFlow(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):  # typ
         """Fit θ to samples X ``(n, F)`` and their labels y ``(n,)``, and derive the block."""
         self._require_settings()
         classifier = MultinomialFlowClassifier() if self.classifier is None else clone(self.classifier)
-        X, y = _validated(self, X, y, dtype=[np.float64, np.float32])
-        self.classifier_ = classifier.fit(X, y)
+        samples, labels = _validated(self, X, y, dtype=[np.float64, np.float32])
+        self.classifier_ = classifier.fit(samples, labels)
         self.classes_: Array = self.classifier_.classes_
         self.oracle_ = SelfPrediction(0.5) if self.oracle is None else copy.deepcopy(self.oracle)
         if isinstance(self.oracle_, NearestNeighbours):
-            Z = _tensor(X)
-            self.oracle_.remember(Z, one_hot(self._labels(y), len(self.classes_)).to(Z.dtype))
+            Z = _tensor(samples)
+            self.oracle_.remember(Z, one_hot(self._labels(labels), len(self.classes_)).to(Z.dtype))
         block = derive(
             CrossEntropy("classes"), self.classifier_.model_, oracle=self.oracle_, step=CertifiedStep()
         ).requires_grad_(False)
@@ -182,22 +180,23 @@ class FeatureFlow(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):  # typ
     def transform(self, X: ArrayLike, y: ArrayLike | None = None) -> Array:
         """X ``(n, F)`` moved. y: labels of these very samples, for the oracle ``Given`` alone."""
         check_is_fitted(self)
-        X = _validated(self, X, dtype=[self.classifier_.theta_.dtype], reset=False)
+        samples = _validated(self, X, dtype=[self.classifier_.theta_.dtype], reset=False)
         if not self.stack_.uses_labels:
             if y is not None:
                 raise XentflowError(
                     f"y: expected none, since the oracle {type(self.oracle_).__name__} makes its own targets, got some"
                 )
-            return self._moved(X, None)
+            return self._moved(samples, None)
         if y is None:
             raise XentflowError("y: expected the labels of the samples to move, since the oracle is Given; got none")
-        y = _require(column_or_1d, y)
-        if len(y) != len(X):
-            raise XentflowError(f"y: expected one label for each of {len(X)} samples, got {len(y)}")
+        given = _require(column_or_1d, y)
+        if len(given) != len(samples):
+            raise XentflowError(f"y: expected one label for each of {len(samples)} samples, got {len(given)}")
+        labels = self._labels(given)
         self._warn("FeatureFlow with Given: the labels of the transformed samples enter their features")
-        return self._moved(X, self._labels(y))
+        return self._moved(samples, labels)
 
-    def fit_transform(self, X: ArrayLike, y: ArrayLike) -> Array:  # type: ignore[override]
+    def fit_transform(self, X: ArrayLike, y: ArrayLike) -> Array:
         """``fit``, then the same samples moved: with ``Given`` and ``NearestNeighbours`` their own labels enter."""
         self.fit(X, y)
         if self.stack_.uses_labels:

@@ -128,7 +128,7 @@ class _Problem:
         return torch.stack(inverses)
 
     def _blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return zip(self.Z.split(_BLOCK), self.labels.split(_BLOCK), strict=True)
+        return zip(torch.split(self.Z, _BLOCK), torch.split(self.labels, _BLOCK), strict=True)
 
 
 def _stage(problem: _Problem, start: Tensor, tolerance: float, iterations: int) -> tuple[Tensor, float, int, bool]:
@@ -166,7 +166,8 @@ def _inverse_factor(block: Tensor) -> Tensor:
     L, failed = torch.linalg.cholesky_ex(block)
     if failed:
         return torch.diag(block.diagonal().rsqrt())
-    return torch.linalg.solve_triangular(L, torch.eye(len(L), dtype=L.dtype), upper=False)
+    inverse: Tensor = torch.linalg.solve_triangular(L, torch.eye(len(L), dtype=L.dtype), upper=False)
+    return inverse
 
 
 def _centred(W: Tensor) -> Tensor:
