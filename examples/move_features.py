@@ -18,7 +18,7 @@ from sklearn.preprocessing import minmax_scale
 import xentflow as xf
 from xentflow.estimators import FeatureFlow, LabelLeakWarning, MultinomialFlowClassifier
 
-PASSES, SEEDS = (0, 1, 2, 4, 8, 16, 32), range(5)
+PASSES, SEEDS = (0, 1, 2, 4, 8, 16), range(5)
 X, y = load_digits(return_X_y=True)
 X = minmax_scale(X)
 CASES = {
@@ -32,19 +32,20 @@ CASES = {
 
 def accuracies(oracle, given, seed):
     """Accuracy on test images after each number of passes; training images are moved by the same block."""
-    X_train, X_test, y_train, y_test = train_test_split(X, y, test_size=0.4, stratify=y, random_state=seed)
-    random = np.random.default_rng(seed)
+    Z_train, Z_test, y_train, y_test = train_test_split(X, y, test_size=0.4, stratify=y, random_state=seed)
+    flow = FeatureFlow(MultinomialFlowClassifier(C=0.1), oracle=oracle, passes=1, leak_labels=given is not None)
+    flow.fit(Z_train, y_train)
+    theirs, own = {
+        "true": (y_test, y_train),
+        "shuffled": (np.random.default_rng(seed).permutation(y_test), y_train),
+        None: (None, None),
+    }[given]
     found = []
-    for passes in PASSES:
-        Z_train, Z_test = X_train, X_test
+    for passes in range(PASSES[-1] + 1):
         if passes:
-            flow = FeatureFlow(
-                MultinomialFlowClassifier(C=0.1), oracle=oracle, passes=passes, leak_labels=given is not None
-            )
-            Z_train = flow.fit_transform(X_train, y_train)
-            labels = {"true": y_test, "shuffled": random.permutation(y_test), None: None}[given]
-            Z_test = flow.transform(X_test, labels)
-        found.append(KNeighborsClassifier(5).fit(Z_train, y_train).score(Z_test, y_test))
+            Z_train, Z_test = flow.transform(Z_train, own), flow.transform(Z_test, theirs)
+        if passes in PASSES:
+            found.append(KNeighborsClassifier(5).fit(Z_train, y_train).score(Z_test, y_test))
     return found
 
 

@@ -3,8 +3,8 @@
 Every sample is one token: Z is the ``(n, F)`` feature matrix, N = Zθᵀ + b, and the softmax is along the classes, so
 that each sample moves by itself.
 
-Labels: both fit θ with the labels of the training samples. ``MultinomialFlowClassifier`` predicts without any.
-``FeatureFlow`` transforms without any unless its oracle is ``Given``, which must be asked for twice and warns each time.
+Labels: both fit θ with the labels of the training samples. ``MultinomialFlowClassifier`` predicts without any;
+``FeatureFlow`` transforms without any, unless its oracle is ``Given``, which must be asked for twice and warns.
 
 This module imports scikit-learn; ``import xentflow`` does not import this module.
 """
