@@ -21,7 +21,7 @@ from instances import (
     relative_error,
     uniform,
 )
-from xentflow.gradient import attention_term, printed_attention_term, target_term
+from xentflow.gradient import attention_term, target_term
 
 
 def each(name, values):
@@ -87,11 +87,14 @@ def test_head_weights_weigh_the_energy_of_each_head(axis, model, generator):
     Z = instance.Z.clone().requires_grad_()
     (expected,) = torch.autograd.grad((loss.value(built.logits(Z), instance.C) * weights.flatten()).sum(), Z)
     attention = attention_term(loss, built, instance.Z, head_weights=weights)
-    assert relative_error(attention - target_term(loss, built, instance.Z, instance.C, weights), expected) <= 1e-12
+    assert (
+        relative_error(attention - target_term(loss, built, instance.Z, instance.C, head_weights=weights), expected)
+        <= 1e-12
+    )
     if model == "quadratic":
         N = instance.case.logits(instance.Z, *instance.tensors)
         printed = 2 * built.query_pullback(instance.Z, weights * reference_weights(instance.potential, N))
-        found = printed_attention_term(loss, built, instance.Z, head_weights=weights)
+        found = attention_term(loss, built, instance.Z, head_weights=weights, printed=True)
         assert relative_error(found, printed) <= 1e-12
 
 

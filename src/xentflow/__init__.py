@@ -11,6 +11,7 @@ from xentflow.errors import Diverged, XentflowError
 from xentflow.flow import GradientFlow
 from xentflow.gradient import FeatureGradient, feature_gradient, printed_form
 from xentflow.integrators import RK4, Euler, Heun, Path, integrate
+from xentflow.losses import linear_cross_entropy
 from xentflow.meter import Faithfulness, measure_faithfulness
 from xentflow.models import Bilinear, Functional, Linear, Model, Quadratic
 from xentflow.objective import CrossEntropy, Objective
@@ -84,6 +85,7 @@ __all__ = [
     "feature_gradient",
     "initialise_",
     "integrate",
+    "linear_cross_entropy",
     "measure_faithfulness",
     "printed_form",
     "safe_step",

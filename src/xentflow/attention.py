@@ -5,18 +5,26 @@ query's weights over the keys sum to one. On the sequence axis (the paper's σ_i
 sum to one, which no everyday attention layer computes.
 """
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from xentflow.axes import Axis, dimension, require_alike, require_features, require_finite, require_float_tensor
 from xentflow.errors import XentflowError
+from xentflow.kernels import Backend, attention_products, require_backend
+from xentflow.masks import Masking
 from xentflow.models import Features
+from xentflow.potentials import LogSumExp
 
 
-def cross_attention(Z: Features, theta: Float[Tensor, "*theta_batch K F"], *, axis: Axis) -> Features:
-    """CA(Z, θ) = softmax(Zθᵀ)θ, for θ ``(K, F)`` or one for each sample."""
-    dim = dimension(axis)
+def cross_attention(
+    Z: Features, theta: Float[Tensor, "*theta_batch K F"], *, axis: Axis, backend: Backend = "auto"
+) -> Features:
+    """CA(Z, θ) = softmax(Zθᵀ)θ, for θ ``(K, F)`` or one for each sample, in memory linear in S and K.
+
+    backend: how it is computed; see ``kernels``.
+    """
+    dimension(axis)
+    require_backend(backend)
     require_features(Z)
     require_float_tensor("theta", theta, "(K, F)", 2)
     require_finite("theta", theta)
@@ -27,10 +35,12 @@ def cross_attention(Z: Features, theta: Float[Tensor, "*theta_batch K F"], *, ax
         raise XentflowError(
             f"theta: expected (K, F), or one for each sample of Z {tuple(Z.shape)}, got {tuple(theta.shape)}"
         )
-    return torch.softmax(Z @ theta.mT, dim) @ theta
+    found = attention_products(LogSumExp(axis), Z, theta, None, Masking(), rows=True, columns=False, backend=backend)
+    assert found.rows is not None
+    return found.rows
 
 
-def self_attention(X: Features, *, axis: Axis) -> Features:
+def self_attention(X: Features, *, axis: Axis, backend: Backend = "auto") -> Features:
     """SA(X) = softmax(XXᵀ)X; for θ = φφᵀ the quadratic attention term pZθ is SA(Zφ)φᵀ."""
     require_features(X, "X")
-    return cross_attention(X, X, axis=axis)
+    return cross_attention(X, X, axis=axis, backend=backend)

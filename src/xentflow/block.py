@@ -17,9 +17,11 @@ from xentflow.derivation import Parts, write_derivation
 from xentflow.errors import XentflowError
 from xentflow.flow import GradientFlow
 from xentflow.integrators import Method, StepSize, elapsed, require_step, step_for
+from xentflow.kernels import is_plain
+from xentflow.masks import Masking
 from xentflow.models import Bilinear, Features, Model, Quadratic
 from xentflow.objective import Objective, Targets
-from xentflow.oracles import Oracle
+from xentflow.oracles import Given, Oracle
 from xentflow.potentials import Mask
 from xentflow.splitting import Splitting
 from xentflow.steps import LearnedStep
@@ -99,18 +101,24 @@ class DerivedBlock(nn.Module):
         """The flow that a step from Z follows: C is the oracle's at Z, and stays."""
         model, target_model = self._at(self.model, context), self._at(self.target_model, context)
         like = model.logits_like(Z)
-        mask = self._mask(like, mask, padding)
-        N = model.logits(Z) if self.oracle.reads_logits else like
-        C = self.oracle(Z, N, self.objective.axis, mask, targets)
+        masking = self._masking(like, mask, padding)
+        axis = self.objective.axis
+        # Where logits are many, targets that can be named are not written out.
+        named = targets is None and not is_plain(like, "auto")
+        C = self.oracle.labels(like, axis, masking) if named else None
+        if C is None:
+            N = model.logits(Z) if self.oracle.reads_logits else like
+            dense = None if type(self.oracle) is Given else masking.tensor(like, axis)
+            C = self.oracle(Z, N, axis, dense, targets)
         if self.oracle.uses_labels:
             # Only these come from outside; what the other oracles give is right by construction.
-            C = self.objective.targets(C, like, mask)
+            C = self.objective.checked(C, like, masking)
         return GradientFlow(
             self.objective,
             model,
             C,
             self.constraint,
-            mask,
+            masking,
             self.printed_form,
             target_model,
             self.step.head_weights() if isinstance(self.step, LearnedStep) else None,
@@ -157,19 +165,14 @@ class DerivedBlock(nn.Module):
             raise XentflowError(f"context: expected none for a {type(model).__name__} model; Bilinear takes one")
         return model.at(context)
 
-    def _mask(self, like: Tensor, mask: Mask | None, padding: Tensor | None) -> Mask | None:
+    def _masking(self, like: Tensor, mask: Mask | None, padding: Tensor | None) -> Masking:
         if mask is not None:
             require_mask(mask, like)
-        rows, columns = like.shape[-2:]
-        if padding is not None:
-            mask = _both(mask, self._padding_mask(like, padding))
-        if self.causal:
-            # A token owns a row on the classes axis and a column on the sequence axis; it may see itself and the past.
-            lower = torch.ones(rows, columns, dtype=torch.bool, device=like.device).tril()
-            mask = _both(mask, lower if self.objective.axis == "classes" else lower.mT)
-        return mask
+        real = None if padding is None else self._padding(like, padding)
+        columns = real if isinstance(self.model, Quadratic) else None
+        return Masking(mask, real, columns, self.causal)
 
-    def _padding_mask(self, like: Tensor, padding: Tensor) -> Mask:
+    def _padding(self, like: Tensor, padding: Tensor) -> Tensor:
         heads = self.model.heads is not None
         expected = (*like.shape[: -3 if heads else -2], like.shape[-2])
         if not isinstance(padding, Tensor) or padding.dtype != torch.bool or tuple(padding.shape) != expected:
@@ -177,9 +180,7 @@ class DerivedBlock(nn.Module):
             raise XentflowError(f"padding: expected a boolean tensor {expected}, True for real tokens, got {came}")
         if isinstance(self.constraint, Whitened):
             raise XentflowError("padding: expected none with Whitened features, which padded tokens would be part of")
-        real = padding.unsqueeze(-2) if heads else padding
-        rows = real.unsqueeze(-1)
-        return rows & real.unsqueeze(-2) if isinstance(self.model, Quadratic) else rows.expand(like.shape)
+        return padding.unsqueeze(-2) if heads else padding
 
 
 def trace(blocks: list[DerivedBlock], Z: Features, inputs: dict[str, Tensor | None]) -> Trajectory:
@@ -197,7 +198,3 @@ def trace(blocks: list[DerivedBlock], Z: Features, inputs: dict[str, Tensor | No
             points.append(Point(name, gone + passed, after, flow, ends_block=index == len(stages)))
         Z, gone = points[-1].Z, points[-1].time
     return Trajectory(points)
-
-
-def _both(first: Mask | None, second: Mask) -> Mask:
-    return second if first is None else first & second

@@ -120,7 +120,7 @@ def _gradient_error(block: DerivedBlock, flow: GradientFlow, Z: Tensor) -> float
         if flow.model.heads is not None:
             queries, keys = queries.unsqueeze(-3), keys.unsqueeze(-3)
         N = queries @ theta @ keys.mT
-        energy = flow.objective.potential.tilted(N, flow.targets(still), flow.mask)
+        energy = flow.objective.potential.tilted(N, flow.targets(still), flow.mask(still))
         if flow.head_weights is not None:
             energy = energy * flow.head_weights.squeeze(-1)
     else:

@@ -11,7 +11,9 @@ from torch import Tensor
 from xentflow.axes import holds, require_type
 from xentflow.constraints import Constraint, Free
 from xentflow.errors import XentflowError
-from xentflow.gradient import HeadWeights, attention_term, checked_targets, printed_attention_term, target_term
+from xentflow.gradient import HeadWeights, attention_term, checked_targets, target_term
+from xentflow.kernels import is_plain
+from xentflow.masks import Masking
 from xentflow.models import Features, Model, Quadratic, require_same_kind
 from xentflow.objective import Objective, Targets
 from xentflow.potentials import Mask
@@ -51,7 +53,7 @@ class GradientFlow:
         model: Model,
         C: Targets,
         constraint: Constraint | None = None,
-        mask: Mask | None = None,
+        mask: Mask | Masking | None = None,
         printed_form: bool = False,
         target_model: Model | None = None,
         head_weights: HeadWeights | None = None,
@@ -69,7 +71,7 @@ class GradientFlow:
             require_same_kind(model, target_model)
         if head_weights is not None:
             _require_head_weights(head_weights, model)
-        self.mask = mask
+        self.masking = mask if isinstance(mask, Masking) else Masking(mask)
         self.target_model = model if target_model is None else target_model
         self.head_weights = head_weights
         self.is_gradient = model.is_gradient and not printed_form and target_model is None
@@ -78,8 +80,18 @@ class GradientFlow:
         self._known: tuple[tuple[torch.Size, torch.dtype, torch.device], tuple[int, ...]] | None = None
         self._printed_form = printed_form
 
+    def mask(self, Z: Features) -> Mask | None:
+        """Which logits at Z take part, as one tensor; None where all do."""
+        return self.masking.tensor(self.model.logits_like(Z), self.objective.axis)
+
     def targets(self, Z: Features) -> Tensor:
-        """C as a floating tensor of the shape of the logits.
+        """C as a floating tensor of the shape of the logits."""
+        like = self._like(Z)
+        # Made anew each time, so that it follows C where C is edited, differentiated or vmapped.
+        return self.objective.dense(self._given, like, self.masking.tensor(like, self.objective.axis))
+
+    def _like(self, Z: Features) -> Tensor:
+        """A tensor of the logits' shape, after Z has been found to fit.
 
         Everything is validated when features of a new kind (shape, dtype, device) come. Features of the same kind are
         points of a path then, and their values are on trust: where they overflow, so do velocity and energy.
@@ -87,10 +99,9 @@ class GradientFlow:
         kind = (Z.shape, Z.dtype, Z.device) if isinstance(Z, Tensor) else None
         if kind is None or self._known is None or self._known[0] != kind:
             if self._validate:
-                checked_targets(self.objective, self.model, Z, self._given, self.mask)
+                checked_targets(self.objective, self.model, Z, self._given, self.masking)
             self._known = ((Z.shape, Z.dtype, Z.device), tuple(self.model.logits_like(Z).shape))
-        # Made anew each time, so that it follows C where C is edited, differentiated or vmapped.
-        return self.objective.dense(self._given, Z.new_empty(()).expand(self._known[1]), self.mask)
+        return Z.new_empty(()).expand(self._known[1])
 
     @property
     def terms(self) -> tuple[FlowTerm, FlowTerm]:
@@ -104,10 +115,11 @@ class GradientFlow:
 
     def velocity(self, Z: Features) -> Features:
         """Ż at Z."""
-        if self.target_model is not self.model or self._printed_form:
+        apart = self.target_model is not self.model or self._printed_form
+        if apart or not is_plain(self._like(Z), "auto"):
             return self.constraint.tangent(Z, self._target(Z) - self._attention(Z))
         # One θ for both terms: the pullback is linear, and so one of C − p does for two.
-        residual = self.targets(Z) - self.objective.potential.gradient(self.model.logits(Z), self.mask)
+        residual = self.targets(Z) - self.objective.potential.gradient(self.model.logits(Z), self.mask(Z))
         if self.head_weights is not None:
             residual = self.head_weights * residual
         return self.constraint.tangent(Z, self.model.pullback(Z, residual, self.objective.axis).to(Z.dtype))
@@ -120,7 +132,7 @@ class GradientFlow:
         """ℓ of each sample: all its distributions and heads summed."""
         C = self.targets(Z)
         # Not ``objective.value``, which refuses logits that overflow: a line search must see that such a step is bad.
-        values = self.objective.potential.tilted(self.model.logits(Z), C, self.mask).sum(-1)
+        values = self.objective.potential.tilted(self.model.logits(Z), C, self.mask(Z)).sum(-1)
         if self.model.heads is None:
             return values
         return (values if self.head_weights is None else values * self.head_weights.flatten()).sum(-1)
@@ -135,7 +147,7 @@ class GradientFlow:
         return self.velocity(Z).square().sum((-2, -1))
 
     def _attention_velocity(self, Z: Features) -> Features:
-        self.targets(Z)
+        self._like(Z)
         return -self.constraint.tangent(Z, self._attention(Z))
 
     def _target_velocity(self, Z: Features) -> Features:
@@ -143,13 +155,20 @@ class GradientFlow:
 
     def _attention(self, Z: Features) -> Features:
         # Under autocast products come in half precision; the features themselves keep theirs.
-        if self._printed_form:
-            assert isinstance(self.model, Quadratic)
-            return printed_attention_term(self.objective, self.model, Z, self.mask, self.head_weights).to(Z.dtype)
-        return attention_term(self.objective, self.model, Z, self.mask, self.head_weights).to(Z.dtype)
+        printed = self._printed_form
+        term = attention_term(self.objective, self.model, Z, self.masking, self.head_weights, printed=printed)
+        return term.to(Z.dtype)
 
     def _target(self, Z: Features) -> Features:
-        return target_term(self.objective, self.target_model, Z, self.targets(Z), self.head_weights).to(Z.dtype)
+        like = self._like(Z)
+        C = self._given
+        labels = not C.is_floating_point() and C.dtype != torch.bool and C.shape != like.shape
+        if labels and not is_plain(like, "auto"):
+            C = C.expand(like.select(self.objective.potential.dim, 0).shape).long()
+        else:
+            C = self.targets(Z)
+        term = target_term(self.objective, self.target_model, Z, C, self.masking, self.head_weights)
+        return term.to(Z.dtype)
 
     def _target_norm(self, Z: Tensor) -> Tensor:
         assert isinstance(self.target_model, Quadratic)

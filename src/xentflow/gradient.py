@@ -11,7 +11,9 @@ from torch import Tensor
 
 from xentflow.axes import require_alike, require_features, require_type
 from xentflow.errors import XentflowError
-from xentflow.models import Features, Logits, Model, Quadratic
+from xentflow.kernels import Backend, attention_products, chosen, is_plain, require_backend, returned
+from xentflow.masks import Masking
+from xentflow.models import Features, Model, Quadratic
 from xentflow.objective import Objective, Targets
 from xentflow.potentials import Mask
 
@@ -33,11 +35,23 @@ class FeatureGradient:
 
 
 def feature_gradient(
-    objective: Objective, model: Model, Z: Features, C: Targets, mask: Mask | None = None
+    objective: Objective,
+    model: Model,
+    Z: Features,
+    C: Targets,
+    mask: Mask | None = None,
+    *,
+    backend: Backend = "auto",
 ) -> FeatureGradient:
-    """∂_Z ℓ of ``objective`` over ``model`` at Z for targets C; with ``roles="own"``, each token's own part of it."""
+    """∂_Z ℓ of ``objective`` over ``model`` at Z for targets C; with ``roles="own"``, each token's own part of it.
+
+    backend: how the attention term is computed; see ``kernels``.
+    """
+    require_backend(backend)
     C = checked_targets(objective, model, Z, C, mask)
-    return FeatureGradient(attention_term(objective, model, Z, mask), target_term(objective, model, Z, C))
+    masking = Masking(mask)
+    attention = attention_term(objective, model, Z, masking, backend=backend)
+    return FeatureGradient(attention, target_term(objective, model, Z, C, masking))
 
 
 def printed_form(
@@ -50,38 +64,83 @@ def printed_form(
     if not isinstance(model, Quadratic) or not model.is_gradient:
         raise XentflowError('printed_form: expected a Quadratic model with roles="both", the only one the paper prints')
     C = checked_targets(objective, model, Z, C, mask)
-    return FeatureGradient(printed_attention_term(objective, model, Z, mask), target_term(objective, model, Z, C))
+    masking = Masking(mask)
+    printed = attention_term(objective, model, Z, masking, printed=True)
+    return FeatureGradient(printed, target_term(objective, model, Z, C, masking))
 
 
 def attention_term(
-    objective: Objective, model: Model, Z: Features, mask: Mask | None = None, head_weights: HeadWeights | None = None
+    objective: Objective,
+    model: Model,
+    Z: Features,
+    masking: Masking = Masking(),
+    head_weights: HeadWeights | None = None,
+    *,
+    printed: bool = False,
+    backend: Backend = "auto",
 ) -> Features:
-    """pullback(∇Ω(N(Z))), on features already checked; each head times its weight."""
-    p = objective.potential.gradient(model.logits(Z), mask)
-    return model.pullback(Z, p if head_weights is None else head_weights * p, objective.axis)
+    """pullback(∇Ω(N(Z))), on features already checked; each head times its weight.
+
+    printed: 2pZθᵀ instead, the attention term of Eq. (8) as printed.
+    """
+    like = model.logits_like(Z)
+    factors = None if is_plain(like, backend) else model.factors(Z, objective.axis)
+    if factors is None:
+        p = objective.potential.gradient(model.logits(Z), masking.tensor(like, objective.axis))
+        p = p if head_weights is None else head_weights * p
+        if printed:
+            assert isinstance(model, Quadratic)
+            return 2 * model.query_pullback(Z, p)
+        return model.pullback(Z, p, objective.axis)
+    pull_rows, pull_columns = factors.pull_rows, None if printed else factors.pull_columns
+    products = attention_products(
+        objective.potential,
+        factors.q,
+        factors.k,
+        factors.bias,
+        masking,
+        rows=pull_rows is not None,
+        columns=pull_columns is not None,
+        backend=backend,
+    )
+    parts = [
+        pull(product if head_weights is None else head_weights * product)
+        for pull, product in ((pull_rows, products.rows), (pull_columns, products.columns))
+        if pull is not None and product is not None
+    ]
+    return (2 if printed else 1) * parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
 def target_term(
-    objective: Objective, model: Model, Z: Features, C: Logits, head_weights: HeadWeights | None = None
-) -> Features:
-    """pullback(C), on targets already checked; each head times its weight."""
-    return model.pullback(Z, C if head_weights is None else head_weights * C, objective.axis)
-
-
-def printed_attention_term(
     objective: Objective,
-    model: Quadratic,
+    model: Model,
     Z: Features,
-    mask: Mask | None = None,
+    C: Tensor,
+    masking: Masking = Masking(),
     head_weights: HeadWeights | None = None,
 ) -> Features:
-    """2pZθᵀ, the attention term of Eq. (8) as printed."""
-    p = objective.potential.gradient(model.logits(Z), mask)
-    return 2 * model.query_pullback(Z, p if head_weights is None else head_weights * p)
+    """pullback(C), on targets already checked, C like the logits or labels; each head times its weight."""
+    axis = objective.axis
+    factors = None if C.is_floating_point() else model.factors(Z, axis)
+    if factors is None:
+        like = model.logits_like(Z)
+        C = objective.dense(C, like, masking.tensor(like, axis))
+        return model.pullback(Z, C if head_weights is None else head_weights * C, axis)
+    present = masking.at_labels(C, axis)
+    owners, entries = (factors.q, factors.k) if axis == "classes" else (factors.k, factors.q)
+    own = chosen(entries, C, present)
+    other = returned(owners, C, present, entries.shape[-2])
+    rows, columns = (own, other) if axis == "classes" else (other, own)
+    parts = [
+        pull(product if head_weights is None else head_weights * product)
+        for pull, product in ((factors.pull_rows, rows), (factors.pull_columns, columns))
+        if pull is not None
+    ]
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
-def checked_targets(objective: Objective, model: Model, Z: Features, C: Targets, mask: Mask | None) -> Logits:
-    """C like the logits, after all that a gradient is made of has been validated."""
+def checked_targets(objective: Objective, model: Model, Z: Features, C: Targets, mask: Mask | Masking | None) -> Tensor:
+    """C like the logits, or the labels it stands for, after all that a gradient is made of has been validated."""
     require_type("objective", objective, Objective)
     require_type("model", model, Model)
     require_features(Z)
@@ -89,4 +148,4 @@ def checked_targets(objective: Objective, model: Model, Z: Features, C: Targets,
         # A network may count or index in integers; only what meets Z in a product must share its dtype.
         if held.is_floating_point():
             require_alike("Z", Z, "the model", held)
-    return objective.targets(C, model.logits_like(Z), mask)
+    return objective.checked(C, model.logits_like(Z), mask)

@@ -15,6 +15,7 @@ A leading dimension H on θ means heads: logits gain it before S, and pullbacks 
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeVar
 
 import torch
@@ -28,6 +29,21 @@ Roles = Literal["both", "own"]
 ModuleT = TypeVar("ModuleT", bound="_ModelModule")
 Features = Float[Tensor, "*batch S F"]
 Logits = Float[Tensor, "*batch_and_heads S K"]
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Logits that are inner products, N = qkᵀ + b, and what then becomes of Mk and Mᵀq in the pullback of M.
+
+    q ``(*batch, [H], S, R)``; k ``([*batch], [H], K, R)``; b ``([H], K)``. The pullback is the sum of ``pull_rows(Mk)``
+    and ``pull_columns(Mᵀq)``; None stands for a part that Z does not enter through.
+    """
+
+    q: Tensor
+    k: Tensor
+    bias: Tensor | None
+    pull_rows: Callable[[Tensor], Tensor] | None
+    pull_columns: Callable[[Tensor], Tensor] | None = None
 
 
 class Model(ABC):
@@ -51,6 +67,10 @@ class Model(ABC):
         pulled: Tensor = torch.func.vjp(self.logits, Z)[1](M)[0]
         return pulled
 
+    def factors(self, Z: Features, axis: Axis) -> Factors | None:
+        """The logits as inner products, from which attention is computed without keeping them; None where they are not."""
+        return None
+
     def operator_norm(self) -> Tensor:
         """The largest singular value of Z ↦ N(Z) − N(0), where N is affine (a leading dimension: one per sample)."""
         raise XentflowError(f"{type(self).__name__} is not affine in Z: it has no operator norm")
@@ -65,6 +85,9 @@ class Model(ABC):
 
     @abstractmethod
     def _logits_shape(self, Z: Features) -> tuple[int, ...]: ...
+
+    def _summed_over_heads(self, pulled: Tensor) -> Tensor:
+        return pulled if self.heads is None else pulled.sum(-3)
 
     def _require_fit(self, Z: Tensor, weight: Tensor, width: int) -> None:
         # Shapes and kinds only: values are looked at where a computation starts, not at every evaluation.
@@ -141,6 +164,10 @@ class Linear(_ModelModule):
 
     def pullback(self, Z: Features, M: Logits, axis: Axis | None = None) -> Features:
         return _gathered_from_heads(M, self.theta)
+
+    def factors(self, Z: Features, axis: Axis) -> Factors | None:
+        self._require_fit(Z, self.theta, self.theta.shape[-1])
+        return Factors(_per_head(Z, self.heads), self.theta, self.bias, self._summed_over_heads)
 
     def operator_norm(self) -> Tensor:
         return _spectral_norm(self.theta.flatten(0, -2))
@@ -235,6 +262,21 @@ class Quadratic(_ModelModule):
             return _gathered_from_heads(M.mT @ _per_head(Z, self.heads), self.theta)
         return _gathered_from_heads(M.mT @ _through_heads(Z, self.phi), self._keys.mT)
 
+    def factors(self, Z: Features, axis: Axis) -> Factors | None:
+        self._require_fit(Z, self._weight, self._weight.shape[-2])
+        by_row = self.roles == "both" or dimension(axis) == -1
+        by_column = self.roles == "both" or not by_row
+        if self.phi is not None:
+            phi, keys = self.phi, self._keys
+            q = _through_heads(Z, phi)
+            k = q if self.psi is None else _through_heads(Z, keys)
+            rows, columns = _from_heads(phi.mT), _from_heads(keys.mT)
+        else:
+            assert self.theta is not None
+            q, k = _through_heads(Z, self.theta), _per_head(Z, self.heads)
+            rows, columns = _from_heads(self.theta.mT), self._summed_over_heads
+        return Factors(q, k, None, rows if by_row else None, columns if by_column else None)
+
     def pullback_norm(self, M: Logits) -> Tensor:
         """An upper bound, over all samples, of the operator norm of Z ↦ pullback(Z, M)."""
         rows, columns = M.abs().sum(-1).amax(-1), M.abs().sum(-2).amax(-1)
@@ -298,6 +340,9 @@ class Bilinear(_ModelModule):
     def pullback(self, Z: Features, M: Logits, axis: Axis | None = None) -> Features:
         return self._here().pullback(Z, M)
 
+    def factors(self, Z: Features, axis: Axis) -> Factors | None:
+        return self._here().factors(Z, axis)
+
     def operator_norm(self) -> Tensor:
         return self._here().operator_norm()
 
@@ -328,8 +373,11 @@ class _BilinearAt(Model):
         return _per_head(Z, self.heads) @ self._keys().mT
 
     def pullback(self, Z: Features, M: Logits, axis: Axis | None = None) -> Features:
-        pulled = M @ self._keys()
-        return pulled if self.heads is None else pulled.sum(-3)
+        return self._summed_over_heads(M @ self._keys())
+
+    def factors(self, Z: Features, axis: Axis) -> Factors | None:
+        self._require_batch(Z)
+        return Factors(_per_head(Z, self.heads), self._keys(), None, self._summed_over_heads)
 
     def operator_norm(self) -> Tensor:
         keys = self._keys()
@@ -435,3 +483,7 @@ def _through_heads(Z: Tensor, weight: Tensor) -> Tensor:
 def _gathered_from_heads(M: Tensor, weight: Tensor) -> Tensor:
     """MW, or Σₕ MₕWₕ in one product."""
     return M @ weight if weight.ndim == 2 else torch.einsum("...hsk,hkf->...sf", M, weight)
+
+
+def _from_heads(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda M: _gathered_from_heads(M, weight)

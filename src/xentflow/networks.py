@@ -156,7 +156,9 @@ class DerivedTransformer(nn.Module):
         self.decide = derive(
             CrossEntropy("classes"),
             Linear(theta, torch.zeros(inputs.classes)),
-            oracle=Learned(nn.Sequential(nn.Linear(F, shape.hidden), nn.GELU(), nn.Linear(shape.hidden, inputs.classes))),
+            oracle=Learned(
+                nn.Sequential(nn.Linear(F, shape.hidden), nn.GELU(), nn.Linear(shape.hidden, inputs.classes))
+            ),
             splitting=Euler(),
             step=LearnedStep(1.0),
             constraint=_sphere(F),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from xentflow.axes import Axis, holds, require_alike, require_finite, require_float_tensor, require_mask
 from xentflow.errors import XentflowError
+from xentflow.masks import Masking
 from xentflow.potentials import Logits, LogSumExp, Mask, PerDistribution, Potential
 
 Targets = Float[Tensor, "..."] | Integer[Tensor, "..."] | Bool[Tensor, "..."]
@@ -64,6 +65,13 @@ class Objective:
         C has the shape of N, with size-one leading dimensions where it is shared, or is one ``(S, K)`` matrix for all;
         or it holds integer labels, in the shape of N without the axis.
         """
+        return self.dense(self.checked(C, N, mask), N, mask)
+
+    def checked(self, C: Any, N: Tensor, mask: Mask | Masking | None = None) -> Tensor:
+        """C validated as by ``targets``; labels stay labels, int64 ``(*batch, D)``, and take no more memory than that."""
+        masking = mask if isinstance(mask, Masking) else Masking(mask)
+        compact = masking.dense is None and isinstance(C, Tensor) and not _like_logits(C, N)
+        mask = None if compact else masking.tensor(N, self.axis)
         if mask is not None:
             require_mask(mask, N)
         if not isinstance(C, Tensor):
@@ -71,7 +79,11 @@ class Objective:
         if C.dtype == torch.bool:
             C = C.to(N.dtype)
         elif not (C.is_floating_point() or C.is_complex()):
-            C = self._one_hot(C, N)
+            if C.shape != N.shape:
+                labels = self._labels(C, N)
+                self._require_present(labels, N, masking, mask)
+                return labels
+            C = C.to(N.dtype)
         require_float_tensor("C", C, "like the logits", 2)
         require_alike("C", C, "the features", N)
         if not _is_shared_form_of(C.shape, N.shape):
@@ -93,10 +105,8 @@ class Objective:
         full: Tensor = C.expand(N.shape)
         return full if mask is None else full.masked_fill(~mask, 0)
 
-    def _one_hot(self, C: Tensor, N: Tensor) -> Tensor:
+    def _labels(self, C: Tensor, N: Tensor) -> Tensor:
         dim = self.potential.dim
-        if C.shape == N.shape:
-            return C.to(N.dtype)
         shape = N.select(dim, 0).shape
         if not _is_shared_form_of(C.shape, shape, trailing=1):
             raise XentflowError(
@@ -105,9 +115,31 @@ class Objective:
             )
         if C.device != N.device:
             raise XentflowError(f"C: expected the device of the features, {N.device}, got {C.device}")
-        labels, classes = C.expand(shape).long().unsqueeze(dim), N.shape[dim]
+        labels, classes = C.expand(shape).long(), N.shape[dim]
         if not holds((labels >= 0) & (labels < classes)):
             raise XentflowError(f"C: expected labels from 0 to {classes - 1}, got {labels.min()} to {labels.max()}")
+        return labels
+
+    def _require_present(self, labels: Tensor, N: Tensor, masking: Masking, mask: Mask | None) -> None:
+        if mask is not None:
+            self.potential.require_domain("C", self._one_hot(labels, N), mask)
+            return
+        present = masking.at_labels(labels, self.axis)
+        owners = masking.rows if self.axis == "classes" else masking.columns
+        if present is None:
+            return
+        wrong = ~present if owners is None else ~present & owners
+        if not holds(~wrong):
+            raise XentflowError(
+                f"C: expected labels of entries that take part, got {int(wrong.sum())} of {wrong.numel()} that the "
+                "mask leaves out"
+            )
+
+    def _one_hot(self, C: Tensor, N: Tensor) -> Tensor:
+        if C.shape == N.shape:
+            return C.to(N.dtype)
+        dim = self.potential.dim
+        labels = C.expand(N.select(dim, 0).shape).long().unsqueeze(dim)
         # Not zeros_like: inside torch.vmap that would carry N's batch, and a flow keeps its targets beyond it.
         return torch.zeros(N.shape, dtype=N.dtype, device=N.device).scatter(dim, labels, 1)
 
@@ -131,3 +163,7 @@ def _is_shared_form_of(shape: torch.Size, full: torch.Size, trailing: int = 2) -
     return len(shape) == trailing or (
         len(shape) == len(full) and all(came in (1, wanted) for came, wanted in zip(shape, full, strict=True))
     )
+
+
+def _like_logits(C: Tensor, N: Tensor) -> bool:
+    return C.is_floating_point() or C.is_complex() or C.dtype == torch.bool or C.shape == N.shape

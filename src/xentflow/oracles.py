@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from xentflow.axes import Axis, dimension, holds, is_number, require_features, require_finite, require_float_tensor
 from xentflow.errors import XentflowError
+from xentflow.masks import Masking
 from xentflow.models import Features
 from xentflow.potentials import Logits, Mask
 
@@ -35,6 +36,10 @@ class Oracle(nn.Module, ABC):
         self, Z: Features, N: Logits, axis: Axis, mask: Mask | None = None, given: Tensor | None = None
     ) -> Tensor:
         """C like N; ``given`` is what the caller of the block passed as ``targets``."""
+
+    def labels(self, like: Tensor, axis: Axis, masking: Masking) -> Tensor | None:
+        """C as one entry for each distribution, int64, where that is what it is and ``masking`` allows; else None."""
+        return None
 
     def _refuse(self, given: Tensor | None) -> None:
         if given is not None:
@@ -190,8 +195,7 @@ class Shift(Oracle):
     ) -> Tensor:
         self._refuse(given)
         places = _positions(N, type(self).__name__)
-        aim = places + self.offset
-        aim = torch.where((aim < 0) | (aim >= places.numel()), places, aim)
+        aim = self._aim(places)
         rows = (aim[:, None] == places[None, :]).to(N.dtype)
         # A token owns a row on the classes axis, a column on the sequence axis.
         C = (rows if axis == "classes" else rows.mT).expand(N.shape)
@@ -200,6 +204,19 @@ class Shift(Oracle):
             reached = (C.bool() & mask).any(dimension(axis), keepdim=True)
             C = torch.where(reached, C, torch.eye(len(places), dtype=N.dtype, device=N.device))
         return _within(C, dimension(axis), mask)
+
+    def labels(self, like: Tensor, axis: Axis, masking: Masking) -> Tensor | None:
+        if masking.dense is not None:
+            return None
+        places = _positions(like, type(self).__name__)
+        owners = like.shape[:-1]
+        aim = self._aim(places).expand(owners)
+        present = masking.at_labels(aim, axis)
+        return aim if present is None else torch.where(present, aim, places.expand(owners))
+
+    def _aim(self, places: Tensor) -> Tensor:
+        aim = places + self.offset
+        return torch.where((aim < 0) | (aim >= places.numel()), places, aim)
 
 
 class Band(Oracle):

@@ -1,0 +1,88 @@
+"""Softmax attention with its log-sum-exp from a fused kernel of torch's own, where there is one.
+
+On a CPU that is the kernel below ``scaled_dot_product_attention``, which keeps the log-sum-exp its public face drops; it
+is private, so it is looked up by name and tried on a few numbers once, and is not used if it is missing or answers
+otherwise than ``reference``. On CUDA it is ``flex_attention``, public, compiled.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xentflow.kernels import reference
+
+_CPU_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
+
+WIDEST = 512
+"""Features beyond which tiles are the faster way."""
+
+
+def supports(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    """Whether there is a fused kernel for these."""
+    if mask is not None or q.shape[-1] != v.shape[-1] or q.dtype not in _DTYPES.get(q.device.type, ()):
+        return False
+    return q.device.type == "cuda" or cpu_kernel() is not None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+    """O ``(n, S, F)`` and R ``(n, S)`` of ``reference.attend``; R in float32 at least."""
+    if q.device.type == "cuda":
+        return _on_cuda(q, k, v, bias, causal)
+    kernel = cpu_kernel()
+    assert kernel is not None
+    # Keys of which nothing is to be seen are rather far below than infinitely: the kernel makes NaN of some of these.
+    added = None if bias is None else bias.to(q.dtype)[:, None, None, :].expand(-1, 1, q.shape[-2], -1)
+    O, R = kernel(q[:, None], k[:, None], v[:, None], 0.0, causal, attn_mask=added, scale=1.0)
+    return _settled(O[:, 0], R[:, 0], bias)
+
+
+def _settled(O: Tensor, R: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Rows without any entry as ``reference`` has them: fused kernels differ in what they give there."""
+    if bias is None:
+        return O, R
+    dead = (bias == -torch.inf).all(-1)[:, None]
+    return O.masked_fill(dead.unsqueeze(-1), 0), R.masked_fill(dead, -torch.inf)
+
+
+@cache
+def cpu_kernel() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """The private kernel, if it is there and gives what it should."""
+    kernel: Any = getattr(torch.ops.aten, _CPU_KERNEL, None)
+    if kernel is None:
+        return None
+    q = torch.linspace(-1, 1, 12).reshape(1, 1, 3, 4)
+    bias = torch.linspace(-1, 1, 3)
+    try:
+        O, R = kernel(q, q.sin(), q.cos(), 0.0, False, attn_mask=bias.expand(1, 1, 3, 3), scale=1.0)
+        expected = reference.attend(q, q.sin(), q.cos(), bias.expand(1, 1, 3))
+        right = torch.allclose(O, expected[0], atol=1e-5) and torch.allclose(R, expected[1], atol=1e-5)
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    return kernel if right else None
+
+
+def _on_cuda(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+    def score(N: Tensor, n: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if bias is not None:
+            N = N + bias[n, j]
+        return torch.where(i >= j, N, -torch.inf) if causal else N
+
+    changed = None if bias is None and not causal else score
+    O, R = _flex()(q[:, None], k[:, None], v[:, None], score_mod=changed, scale=1.0, return_lse=True)
+    return _settled(O[:, 0], R[:, 0], bias)
+
+
+@cache
+def _flex() -> Callable[..., tuple[Tensor, Tensor]]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+_DTYPES = {
+    "cpu": (torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    "cuda": (torch.float32, torch.bfloat16, torch.float16),
+}
