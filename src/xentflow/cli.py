@@ -1,6 +1,6 @@
 """The command line: parse and dispatch only.
 
-Exit status 0: done, and everything as expected; 1: it failed; 2: it was asked for wrongly.
+Exit status 0: done, and everything as expected; 1: it failed; 2: it was asked for wrongly; 130: interrupted by Ctrl-C.
 """
 
 import sys
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from xentflow import __version__
-from xentflow.errors import XentflowError
+from xentflow.errors import WrongRequest, XentflowError
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,14 @@ _COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
+    try:
+        return _main(arguments)
+    except KeyboardInterrupt:
+        _complain("xentflow", "interrupted; every file in the output is whole")
+        return 130
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     parser = ArgumentParser(prog="xentflow", description="Attention you can derive.", version=__version__)
     commands = parser.add_subcommands(dest="command", required=True)
     for name, command in _COMMANDS.items():
@@ -73,20 +81,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = settings.command
     config_type, run = _COMMANDS[name].load()
     values = vars(settings[name])
-    complain = Console(stderr=True, highlight=False, soft_wrap=True).print
     try:
         config = config_type(**{field.name: values[field.name] for field in fields(config_type)})
     except XentflowError as error:
-        complain(f"[bold red]xentflow {name}:[/] {escape(str(error))}")
+        _complain(f"xentflow {name}", str(error))
         return 2
     try:
         return run(config, Path(values["output"]))
     except XentflowError as error:
-        complain(f"[bold red]xentflow {name}:[/] {escape(str(error))}")
-        return 1
-    except KeyboardInterrupt:
-        complain(f"[bold red]xentflow {name}:[/] interrupted; every file in the output is whole")
-        return 130
+        _complain(f"xentflow {name}", str(error))
+        return 2 if isinstance(error, WrongRequest) else 1
+
+
+def _complain(who: str, what: str) -> None:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]{who}:[/] {escape(what)}")
 
 
 def _parser(name: str, command: _Command) -> ArgumentParser:

@@ -11,6 +11,10 @@ class XentflowError(ValueError):
     """
 
 
+class WrongRequest(XentflowError):
+    """Something was asked for that cannot be had, where nothing has gone wrong: the command line exits 2, not 1."""
+
+
 class Diverged(XentflowError):
     """An integration whose features stopped being finite; ``path`` holds every step before that."""
 

@@ -14,11 +14,15 @@ from rich.console import Console
 from xentflow.errors import XentflowError
 
 
+PART = ".xentflow-part"
+"""How the names of files end that are not whole yet: what a killed run leaves may be known by it, and removed."""
+
+
 def versions() -> dict[str, str]:
     """What a figure may depend on besides the seed."""
     return {
         "python": platform.python_version(),
-        **{package: version(package) for package in ("xentflow", "torch", "numpy", "entmax")},
+        **{package: version(package) for package in ("xentflow", "torch", "numpy", "numba", "scikit-learn", "entmax")},
     }
 
 
@@ -40,7 +44,7 @@ def require_writable(folder: Path) -> None:
     """Raise at once, before any work is done, where a result could not be written afterwards."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder):
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".", suffix=PART):
             pass
     except OSError as error:
         raise XentflowError(f"output: expected a folder that can be written, got {folder}: {error}") from error
@@ -49,7 +53,7 @@ def require_writable(folder: Path) -> None:
 def write_whole(path: Path, content: bytes) -> Path:
     """Write a file so that a crash, a full disk or Ctrl-C leaves the old one or the new one, never a part."""
     require_writable(path.parent)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PART)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)

@@ -1,14 +1,21 @@
 import io
 import json
+import os
+import shutil
+import signal
 import statistics
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
 from safetensors.torch import load_file
 from small import config
 
-from xentflow import XentflowError
+from xentflow import records
+from xentflow.cli import main
 from xentflow.experiments import paper
+from xentflow.experiments import reproduce as module
 from xentflow.experiments.controls import CONTROLS, PAPER
 from xentflow.experiments.reproduce import against_paper, load, reproduce, summarise
 
@@ -100,16 +107,87 @@ def test_a_record_that_is_broken_is_made_again(files, tmp_path):
 
 
 def test_what_a_killed_run_left_unfinished_is_removed(files, tmp_path):
-    leftover = tmp_path / "seeds/.seed-0.safetensors.abcd_123"
-    leftover.parent.mkdir()
-    leftover.write_bytes(b"half")
-    kept = tmp_path / "seeds/.hidden.txt"
-    kept.write_bytes(b"not ours")
+    (tmp_path / "seeds").mkdir()
+    kept = [tmp_path / "seeds/.hidden.txt", tmp_path / ".notes.md.template"]
+    for path in kept:
+        path.write_bytes(b"not ours")
+    killed = "import os, signal\nos.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)\n"
+    write = f"from xentflow.records import *\nwrite_whole(Path({str(tmp_path / 'seeds/seed-0.safetensors')!r}), b'half')"
+    assert subprocess.run([sys.executable, "-c", killed + write], check=False).returncode == -signal.SIGKILL
+    (leftover,) = set((tmp_path / "seeds").iterdir()) - set(kept)
+    assert leftover.read_bytes() == b"half"
     again(config(files, quick=True), tmp_path)
     assert not leftover.exists()
-    assert kept.exists()
+    assert all(path.exists() for path in kept)
 
 
-def test_the_sample_asked_for_must_be_held_out(files, tmp_path):
-    with pytest.raises(XentflowError, match="sample: expected an image held out of training, such as"):
-        again(config(files, quick=True, sample=300), tmp_path)
+class TestExitStatus:
+    """2 where something impossible is asked for, 1 where something goes wrong; one message, nothing half done."""
+
+    @pytest.fixture
+    def exits(self, files, tmp_path, capsys):
+        def run(*arguments, data=files):
+            given = ("--quick", "--epochs", "1", "--dataset", "files", "--data_dir", str(data))
+            status = main(["reproduce", *given, "--output", str(tmp_path / "out"), *arguments])
+            return status, capsys.readouterr().err
+
+        return run
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--sample", "300"], "sample: expected an image held out of training, such as"),
+            (["--neighbours", "241"], "neighbours: expected at most the 240 training images, got 241"),
+            (["--epochs", "65536"], "epochs: expected an integer from 1 to 65535, got 65536"),
+            (["--first_seed", str(2**63)], f"first_seed: expected seeds below 2**63, got {2**63} for the last"),
+            (["--study"], "study: expected Fashion-MNIST, which the paper's cells are of, got files"),
+            (["--seeds", "0"], "seeds: expected a positive whole number, got 0"),
+        ],
+        ids=lambda value: value[0].strip("-") if isinstance(value, list) else "",
+    )
+    def test_wrong_use_is_refused_before_anything_is_fitted(self, exits, tmp_path, monkeypatch, arguments, message):
+        monkeypatch.setattr(module, "fit_fast", None)
+        status, said = exits(*arguments)
+        assert (status, message in said) == (2, True)
+        assert not list(tmp_path.rglob("*.*"))
+
+    def test_missing_data(self, exits, tmp_path):
+        status, said = exits(data=tmp_path / "nowhere")
+        assert (status, "nowhere: expected a file train-images-idx3-ubyte" in said) == (1, True)
+
+    def test_corrupt_data(self, exits, files, tmp_path):
+        copied = shutil.copytree(files, tmp_path / "copied")
+        images = copied / "train-images-idx3-ubyte"
+        images.write_bytes(images.read_bytes()[:-1])
+        status, said = exits(data=copied)
+        assert (status, f"{images}: expected" in said, "truncated" in said) == (1, True, True)
+
+    def test_a_full_disk_keeps_the_seeds_that_were_finished(self, exits, tmp_path, monkeypatch):
+        sync, written = os.fsync, []
+
+        def full(file):
+            if len(written) == 2:
+                raise OSError(28, "No space left on device")
+            written.append(sync(file))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(records.os, "fsync", full)
+            status, said = exits()
+        assert (status, "No space left on device; nothing was changed" in said) == (1, True)
+        names = {str(path.relative_to(tmp_path / "out")) for path in tmp_path.rglob("*") if path.is_file()}
+        assert names == {"seeds/seed-0.safetensors", "weights.safetensors"}
+        monkeypatch.setattr(module, "fit_fast", None)
+        assert exits()[0] == 0
+
+    def test_an_output_in_the_way(self, exits, tmp_path):
+        (tmp_path / "out").write_text("a file")
+        status, said = exits()
+        assert (status, "expected a folder that can be written" in said) == (1, True)
+
+    def test_ctrl_c(self, exits, monkeypatch):
+        def interrupted(*arguments):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(module, "fit_fast", interrupted)
+        status, said = exits()
+        assert (status, "interrupted; every file in the output is whole" in said) == (130, True)

@@ -1,10 +1,11 @@
 import pytest
 import torch
-from small import config, images
+from small import images
 
 import xentflow as xf
 from xentflow.experiments import study
 from xentflow.experiments.passes import through_block
+from xentflow.experiments.reproduce import ReproduceConfig
 from xentflow.experiments.study import FITS, OURS, Fit, Pass, accuracies, passes_of
 from xentflow.training import ClassifierConfig, fit_fast
 
@@ -58,17 +59,14 @@ def test_attention_may_forget_the_bias(case):
         assert accuracies(Pass(with_bias=with_bias), fitted, N, labels, 3)[0] == pytest.approx(right)
 
 
-def test_the_study_runs_resumes_and_ranks(files, tmp_path, monkeypatch):
+def test_the_study_runs_resumes_and_ranks(tmp_path, monkeypatch):
     import io
     import json
 
     from rich.console import Console
 
     monkeypatch.setattr(study, "FITS", (Fit(), Fit(clamp=False)))
-    settings = config(files, study=True, study_seeds=2, epochs=2)
-    with pytest.raises(xf.XentflowError, match="study: expected Fashion-MNIST"):
-        study.run(settings, tmp_path, images(), Console(file=io.StringIO()))
-    settings = type(settings)(study=True, study_seeds=2, epochs=2)
+    settings = ReproduceConfig(study=True, study_seeds=2, epochs=2)
     printed = io.StringIO()
     assert study.run(settings, tmp_path, images(), Console(file=printed, width=200)) == 0
     record = json.loads((tmp_path / "study/result.json").read_text())

@@ -16,7 +16,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from xentflow.data.idx import LabelledImages
-from xentflow.records import versions, write_whole
+from xentflow.records import PART, versions, write_whole
 
 Part = tuple[dict[str, Tensor], dict[str, Any]]
 """Tensors, and figures as they come back from JSON."""
@@ -59,10 +59,8 @@ class Ledger:
     def clear_leftovers(self) -> None:
         """Remove what a killed run left of files it had not finished."""
         for folder in (self.folder, self.folder.parent):
-            for path in folder.glob(".*.*.*"):
-                # write_whole's temporary name: a dot, the file's own name, a dot, eight random characters.
-                if path.is_file() and len(path.name.rpartition(".")[2]) == 8:
-                    path.unlink(missing_ok=True)
+            for path in folder.glob(f".*{PART}"):
+                path.unlink(missing_ok=True)
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"

@@ -19,16 +19,16 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from xentflow import report
 from xentflow.data import LabelledImages, load_fashion_mnist, load_mnist_format
 from xentflow.derive import derive
-from xentflow.errors import XentflowError
+from xentflow.errors import WrongRequest, XentflowError
 from xentflow.experiments import paper
 from xentflow.experiments.controls import CONTROLS, PAPER, Setting, remember, run_controls, run_neighbours
 from xentflow.experiments.ledger import Ledger, Part, as_file, settings_of
 from xentflow.experiments.passes import largest_gap, measure, one_thread, through_block, through_logits
-from xentflow.experiments.sample import Sample, follow
+from xentflow.experiments.sample import Sample, follow, row_of
 from xentflow.oracles import Given
 from xentflow.records import report_console, require_writable, write_result, write_whole
 from xentflow.steps import safe_step
-from xentflow.training import ClassifierConfig, FittedClassifier, fit_fast
+from xentflow.training import ClassifierConfig, FittedClassifier, fit_fast, recipe
 from xentflow.training.recipe import OnEpoch
 
 RECORD = 2
@@ -81,8 +81,14 @@ class ReproduceConfig:
         for name in ("first_seed", "sample"):
             if getattr(self, name) is not None and getattr(self, name) < 0:
                 raise XentflowError(f"{name}: expected a whole number, at least 0, got {getattr(self, name)}")
+        if self.seed_list[-1] >= 2**63:
+            raise XentflowError(f"first_seed: expected seeds below 2**63, got {self.seed_list[-1]} for the last")
         if self.dataset == "files" and self.data_dir is None:
             raise XentflowError("data_dir: expected a folder with dataset=files, got none")
+        if self.study and self.dataset != "fashion-mnist":
+            raise XentflowError(f"study: expected Fashion-MNIST, which the paper's cells are of, got {self.dataset}")
+        # Refuses what cannot be fitted.
+        _ = self.fitting
 
     @property
     def seed_list(self) -> list[int]:
@@ -124,6 +130,7 @@ def load(config: ReproduceConfig) -> LabelledImages:
 
 def reproduce(config: ReproduceConfig, output: Path, data: LabelledImages, console: Console) -> None:
     """Run or resume every seed, then write ``result.json`` and ``weights.safetensors`` from their records."""
+    _require_possible(config, data)
     ledger = Ledger(output / "seeds", lambda message: console.print(message, soft_wrap=True, highlight=False))
     ledger.clear_leftovers()
     common = settings_of(
@@ -147,6 +154,17 @@ def reproduce(config: ReproduceConfig, output: Path, data: LabelledImages, conso
             finished(f"seed {seed} {state}")
             parts.append(part)
     _write(config, output, data, parts)
+
+
+def _require_possible(config: ReproduceConfig, data: LabelledImages) -> None:
+    """Refuse, before anything is fitted, what this data cannot give."""
+    begin = recipe.start(data, config.first_seed, config.fitting)
+    if config.neighbours > len(begin.train_index):
+        raise WrongRequest(
+            f"neighbours: expected at most the {len(begin.train_index)} training images, got {config.neighbours}"
+        )
+    if config.sample is not None:
+        row_of(config.sample, begin.validation_index)
 
 
 def run_seed(config: ReproduceConfig, data: LabelledImages, seed: int, on_epoch: OnEpoch | None = None) -> Part:

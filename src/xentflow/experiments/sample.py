@@ -7,7 +7,7 @@ from torch import Tensor
 
 from xentflow.data.idx import LabelledImages
 from xentflow.derive import derive
-from xentflow.errors import XentflowError
+from xentflow.errors import WrongRequest
 from xentflow.experiments.controls import Setting
 from xentflow.experiments.passes import Point
 from xentflow.oracles import Given
@@ -49,6 +49,15 @@ def choose(points: list[Point], labels: Tensor, class_names: tuple[str, ...]) ->
     raise AssertionError("the last rule allows every image")
 
 
+def row_of(wanted: int, index: Tensor) -> int:
+    """Where the image asked for stands among those held out, whose numbers are ``index``."""
+    found = (index == wanted).nonzero()
+    if not len(found):
+        few = ", ".join(str(int(number)) for number in index.sort().values[:3])
+        raise WrongRequest(f"sample: expected an image held out of training, such as {few}, got {wanted}")
+    return int(found[0, 0])
+
+
 def follow(
     setting: Setting, points: list[Point], original: Tensor, index: Tensor, data: LabelledImages, wanted: int | None
 ) -> Sample:
@@ -60,11 +69,7 @@ def follow(
     if wanted is None:
         row, rule = choose(points, setting.labels, data.class_names)
     else:
-        found = (index == wanted).nonzero()
-        if not len(found):
-            few = ", ".join(str(int(number)) for number in index.sort().values[:3])
-            raise XentflowError(f"sample: expected an image held out of training, such as {few}, got {wanted}")
-        row, rule = int(found[0, 0]), "asked for"
+        row, rule = row_of(wanted, index), "asked for"
     block = derive(setting.objective, setting.model, oracle=Given())
     with torch.no_grad():
         path = block.trajectory(setting.Z[row : row + 1], targets=setting.labels[row : row + 1], steps=setting.passes)
