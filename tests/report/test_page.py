@@ -119,11 +119,31 @@ def laid_out(page, folder, width):
     return int(re.search(r'data-wide="(\d+)"', shown).group(1))
 
 
+def shown(page, folder, dark):
+    """The page's colour and which figure it shows, to a reader who prefers dark or light."""
+    tell = (
+        "<script>onload = () => { document.body.dataset.paper = getComputedStyle(document.body).backgroundColor;"
+        "document.body.dataset.figure = document.images[0].currentSrc }</script></body>"
+    )
+    (folder / "page.html").write_text(page.read_text().replace("</body>", tell))
+    preference = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
+    text = browse(folder / "page.html", folder / "profile", preference, "--virtual-time-budget=3000")
+    colour = re.search(r'data-paper="rgb\((\d+), (\d+), (\d+)\)"', text).groups()
+    return tuple(map(int, colour)), re.search(r'data-figure="([^"]*)"', text).group(1)
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 class TestInABrowser:
     def test_the_tables_are_read_out_of_what_it_shows(self, page_file, result, tmp_path):
         page = Page(browse(page_file, tmp_path))
         assert page.tables == expected(result)
+
+    def test_readers_in_the_dark_get_dark_paper_and_the_dark_figure(self, page_file, tmp_path):
+        page = Page(page_file.read_text())
+        assert shown(page_file, tmp_path, dark=False) == ((255, 255, 255), page.images[0][0])
+        paper, figure = shown(page_file, tmp_path, dark=True)
+        assert max(paper) < 40
+        assert figure == page.sources[0][1]
 
     @pytest.mark.parametrize("width", [1200, 390], ids=["desktop", "phone"])
     def test_only_tables_and_figures_scroll_sideways(self, page_file, tmp_path, width):
