@@ -104,6 +104,28 @@ class TestOrder:
         assert cached() == FILES
         assert [command[0] for command in commands] == ["apt-get", "dpkg-deb"]
 
+    def test_package_lists_are_fetched_where_there_are_none(self, tmp_path, monkeypatch):
+        commands = []
+
+        def run(command, cwd, **options):
+            commands.append(command)
+            fresh = not any("update" in done for done in commands)
+            if "download" in command and fresh:
+                return subprocess.CompletedProcess(command, 100, "", "E: Unable to locate package\n")
+            if "download" in command:
+                (tmp_path.__class__(cwd) / "dataset-fashion-mnist_1_all.deb").touch()
+            if command[0] == "dpkg-deb":
+                write_folder(tmp_path.__class__(cwd) / command[-1] / str(fashion.SYSTEM_FOLDER)[1:], FILES)
+            return subprocess.CompletedProcess(command, 0, "", "")
+
+        monkeypatch.setattr(fashion.shutil, "which", lambda tool: tool)
+        monkeypatch.setattr(fashion.subprocess, "run", run)
+        load_fashion_mnist()
+        assert cached() == FILES
+        assert [command[0] for command in commands] == ["apt-get"] * 3 + ["dpkg-deb"]
+        # The system's own lists are root's.
+        assert all(any(word.startswith("Dir::State::Lists=") for word in command) for command in commands[1:3])
+
     def test_cache_follows_xdg(self, tmp_path, monkeypatch):
         assert fashion.cache_folder() == tmp_path / "cache/xentflow/fashion-mnist"
         monkeypatch.setenv("HOME", str(tmp_path))
@@ -132,10 +154,10 @@ class TestNothingWorked:
         assert "download" not in str(caught.value)
 
     def test_apt_says_why(self, monkeypatch):
-        failed = subprocess.CompletedProcess([], 100, "", "W: first\nE: Unable to locate package\n")
+        failed = subprocess.CompletedProcess([], 100, "", "W: first\nE: Some index files failed to download\n")
         monkeypatch.setattr(fashion.shutil, "which", lambda tool: tool)
         monkeypatch.setattr(fashion.subprocess, "run", lambda *args, **options: failed)
-        with pytest.raises(XentflowError, match="download dataset-fashion-mnist: E: Unable to locate package"):
+        with pytest.raises(XentflowError, match="apt-get -q update: E: Some index files failed"):
             load_fashion_mnist()
 
 

@@ -142,6 +142,17 @@ class TestSameLaw:
         assert first.shape == (64,)
         assert label == images.data.labels[2]
 
+    def test_every_epoch_is_all_training_images_in_a_new_order(self):
+        config = ClassifierConfig(epochs=3, batch=30)
+        begin = start(prototypes(n=50), 0, config)
+        epochs = {1: [], 2: [], 3: []}
+        for index, epoch, is_last in fast._batches(begin, config):
+            epochs[epoch] += index.tolist()
+            assert len(index) == (10 if is_last else 30)
+        assert all(sorted(order) == sorted(begin.train_index.tolist()) for order in epochs.values())
+        orders = [begin.train_index.tolist(), *epochs.values()]
+        assert len({tuple(order) for order in orders}) == 4
+
     def test_noise_is_new_in_every_epoch(self, monkeypatch):
         streams = []
         data = prototypes(n=50)

@@ -7,13 +7,14 @@ Looked for, in this order:
 3. the cache, ``xentflow/fashion-mnist`` in ``XDG_CACHE_HOME`` (by default ``~/.cache``);
 4. the folder that Debian's package ``dataset-fashion-mnist`` fills;
 5. a download from the dataset's own address, or from a copy;
-6. that Debian package, fetched by ``apt-get download`` and unpacked without being installed.
+6. that Debian package, fetched by ``apt-get download`` and unpacked without being installed, which needs no root.
 
 What 4 to 6 find is kept in the cache, uncompressed, so that the next load is a plain read. Checksums are of the
 uncompressed content, since Debian compressed the files anew. Every file is written beside its place and then renamed:
 a cache holds whole files or none.
 """
 
+import getpass
 import gzip
 import hashlib
 import os
@@ -23,7 +24,7 @@ import tempfile
 import urllib.request
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from http.client import HTTPException
 from pathlib import Path
@@ -170,7 +171,7 @@ def _from_debian() -> Files:
         if shutil.which(tool) is None:
             raise XentflowError(f"no {tool} on this machine")
     with tempfile.TemporaryDirectory(prefix="xentflow-") as folder:
-        _run(["apt-get", "-q", "download", PACKAGE], folder)
+        _download_package(folder)
         archives = list(Path(folder).glob(f"{PACKAGE}_*.deb"))
         if len(archives) != 1:
             raise XentflowError(f"apt-get download {PACKAGE}: expected one package file, got {len(archives)}")
@@ -179,10 +180,26 @@ def _from_debian() -> Files:
         return _from_folder(unpacked, tuple(SHA256))
 
 
-def _run(command: list[str], folder: str) -> None:
+def _download_package(folder: str) -> None:
+    try:
+        _run(["apt-get", "-q", "download", PACKAGE], folder)
+    except XentflowError:
+        # A fresh machine has no package lists yet, and only root may fetch them to where the system keeps them.
+        lists, archives = Path(folder, "lists"), Path(folder, "archives")
+        for place in (lists, archives):
+            (place / "partial").mkdir(parents=True)
+        places = {"Dir::State::Lists": lists, "Dir::Cache": folder, "Dir::Cache::Archives": archives}
+        # Otherwise root's apt-get becomes a user who may not write here.
+        places["APT::Sandbox::User"] = getpass.getuser()
+        options = [word for name, value in places.items() for word in ("-o", f"{name}={value}")]
+        _run(["apt-get", "-q", "update"], folder, options)
+        _run(["apt-get", "-q", "download", PACKAGE], folder, options)
+
+
+def _run(command: list[str], folder: str, options: Sequence[str] = ()) -> None:
     try:
         done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=APT_SECONDS, check=False
+            [*command, *options], cwd=folder, capture_output=True, text=True, errors="replace", timeout=APT_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise XentflowError(f"{' '.join(command)}: {error}") from None
