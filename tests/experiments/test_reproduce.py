@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from rich.console import Console
 from safetensors.torch import load_file
 from small import config
@@ -18,6 +19,7 @@ from xentflow.experiments import paper
 from xentflow.experiments import reproduce as module
 from xentflow.experiments.controls import CONTROLS, PAPER
 from xentflow.experiments.reproduce import against_paper, load, reproduce, summarise
+from xentflow.training import recipe
 
 
 def again(settings, output):
@@ -53,6 +55,42 @@ def test_the_summary_is_of_the_seeds(record):
 
 def test_the_whole_block_agrees_with_its_logits(record):
     assert all(one["largest_gap_of_logit_iteration"] < 1e-5 for one in record["per_seed"])
+
+
+@pytest.fixture(params=[0, 1], ids="seed {}".format)
+def judged(request, finished, files):
+    """One seed's data and weights, without the experiment's own code: held-out images, clean and noisy, and the rest."""
+    seed, settings = request.param, config(files)
+    data, tensors = load(settings), load_file(finished / "weights.safetensors")
+    begin = recipe.start(data, seed, settings.fitting)
+    index = begin.validation_index
+    clean = (data.images.flatten(1) / 255 - 0.5) / 0.5
+    starts = {"clean": clean[index], "noisy": settings.fitting.corruption.apply(data.images, seed, 0, index)}
+    memory = clean[begin.train_index], data.labels[begin.train_index]
+    return seed, tensors[f"seed-{seed}.theta"], tensors[f"seed-{seed}.bias"], starts, data.labels[index], memory
+
+
+def test_the_table_is_of_held_out_images_through_the_papers_block(record, judged):
+    seed, theta, bias, starts, labels, _ = judged
+    C = torch.nn.functional.one_hot(labels, 3).float()
+    assert len(C) == 60
+    for start, Z in starts.items():
+        accuracy = []
+        for _ in range(6):
+            N = Z @ theta.T + bias
+            accuracy.append((N.argmax(1) == labels).double().mean().item())
+            Z = Z - N.softmax(1) @ theta + C @ theta
+        assert record["per_seed"][seed]["runs"][PAPER][start]["accuracy"] == pytest.approx(accuracy)
+        assert accuracy[-1] > accuracy[0]
+
+
+def test_the_neighbours_are_training_images(record, judged):
+    seed, _, _, starts, labels, (memory, known) = judged
+    for start, Z in starts.items():
+        nearest = torch.cdist(Z[:20], memory).topk(5, largest=False).indices
+        votes = torch.nn.functional.one_hot(known[nearest], 3).sum(1)
+        right = (votes.argmax(1) == labels[:20]).double().mean().item()
+        assert record["per_seed"][seed]["neighbours_right"][start] == pytest.approx(right)
 
 
 def test_weights_and_the_sample_are_kept(finished, record):
