@@ -4,7 +4,8 @@
 
 Both ways start a seed from the same split and the same θ; what differs is the noise and the order of the images. For
 each seed: accuracy on the held-out images, clean and noisy, before the first pass, and the RMSE of the twelve cells to
-the paper's. Below: the mean difference of the two ways with its standard error. A seed of the literal way takes minutes.
+the paper's. Below: the mean difference of the two ways with its standard error. A seed of the literal way takes
+minutes.
 """
 
 import math
@@ -27,9 +28,7 @@ def judged(data, fitted: FittedClassifier) -> tuple[float, float, float]:
         "clean": corruption.clean(data.images[index]),
         "noisy": corruption.apply(data.images, fitted.seed, 0, index),
     }
-    rows = {
-        start: Setting(fitted.model, Z, labels, 5).run(Given(), labels).accuracy for start, Z in starts.items()
-    }
+    rows = {start: Setting(fitted.model, Z, labels, 5).run(Given(), labels).accuracy for start, Z in starts.items()}
     return rows["clean"][0], rows["noisy"][0], paper.rmse(rows)
 
 

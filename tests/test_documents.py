@@ -7,6 +7,7 @@ import importlib
 import io
 import pkgutil
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
@@ -14,9 +15,12 @@ import pytest
 from rich.console import Console
 
 import xentflow
+from xentflow import cli
 from xentflow.claims import try_claims
 from xentflow.claims.paper import PAPER_CLAIMS
 from xentflow.claims.verify import VerifyConfig, table
+from xentflow.experiments import paper
+from xentflow.experiments.study import FITS, passes_of
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -131,3 +135,62 @@ def test_the_architecture_lists_the_modules_in_the_order_of_the_import_contract(
     listed = [name.strip("`") for name, *_ in rows if re.fullmatch(r"`\w+(\.py|/)`", name)]
     assert [name for name in listed if not (ROOT / "src/xentflow" / name).exists()] == []
     assert [re.sub(r"\.py|/", "", name) for name in listed] == layers
+
+
+def _cells(text):
+    """The rows of every table by their first cell: means of the rest, as numbers where they are."""
+    rows = {}
+    for name, *cells in _rows(text):
+        with contextlib.suppress(ValueError):
+            rows.setdefault(name, [float(cell.partition(" ± ")[0].replace("−", "-")) for cell in cells])
+    return rows
+
+
+@pytest.fixture(scope="module")
+def reproduction():
+    return (ROOT / "docs/reproduction.md").read_text()
+
+
+def test_the_reproductions_table_is_the_papers_ours_and_their_difference(reproduction):
+    rows = _cells(reproduction)
+    ours = {start: rows[f"{start}, ours"] for start in paper.STARTS}
+    for start, cells in paper.TABLE_1.items():
+        assert rows[f"{start}, paper"] == list(cells)
+        # Both means are rounded to four digits before they are subtracted here.
+        assert rows[f"{start}, difference"] == pytest.approx(paper.differences(ours)[start], abs=1.01e-4)
+    said = re.search(r"RMSE of the mean to the paper's cells (\S+), furthest cell (\S+); single", reproduction)
+    assert float(said[1]) == pytest.approx(paper.rmse(ours), abs=1e-4)
+    assert float(said[2]) == pytest.approx(paper.largest_difference(ours), abs=1e-4)
+
+
+def test_the_first_table_in_the_readme_is_the_reproductions(reproduction):
+    rows = _cells(reproduction)
+    shown = _cells((ROOT / "README.md").read_text())
+    same = {
+        "true labels, the paper": "noisy, paper",
+        "true labels, ours": "noisy, ours",
+        "shuffled labels": "Shuffled labels: noisy, with the true labels",
+        "shuffled labels, agreement with them": "Shuffled labels: noisy, with C",
+        "own prediction": "Own prediction: noisy, with the true labels",
+    }
+    assert {name: shown[name] for name in same} == {name: rows[there] for name, there in same.items()}
+
+
+def test_the_study_tried_as_many_readings_as_are_said(reproduction):
+    readings = sum(1 for fit in FITS for _ in passes_of(fit))
+    assert f"{readings} readings in all" in reproduction
+    assert f"of {readings} readings nearest" in reproduction
+    assert f"tries {readings} readings" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_commands_in_the_documents_are_commands(monkeypatch):
+    seen = []
+    for name, command in cli._COMMANDS.items():
+        typed, _ = command.load()
+        stub = cli._Command(command.summary, lambda typed=typed, name=name: (typed, lambda *_: seen.append(name) or 0))
+        monkeypatch.setitem(cli._COMMANDS, name, stub)
+    shell = [block for path in DOCUMENTS for block in re.findall(r"^```sh\n(.*?)^```", path.read_text(), re.M | re.S)]
+    lines = [line for block in shell for line in block.splitlines() if line.startswith("xentflow ")]
+    for line in lines:
+        assert cli.main(shlex.split(line.replace("FOLDER", "folder"), comments=True)[1:]) == 0, line
+    assert len(seen) == len(lines) > 4

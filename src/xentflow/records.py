@@ -13,7 +13,6 @@ from rich.console import Console
 
 from xentflow.errors import XentflowError
 
-
 PART = ".xentflow-part"
 """How the names of files end that are not whole yet: what a killed run leaves may be known by it, and removed."""
 

@@ -59,7 +59,7 @@ def test_the_whole_block_agrees_with_its_logits(record):
 
 @pytest.fixture(params=[0, 1], ids="seed {}".format)
 def judged(request, finished, files):
-    """One seed's data and weights, without the experiment's own code: held-out images, clean and noisy, and the rest."""
+    """One seed's weights and data, found again without the experiment's own code."""
     seed, settings = request.param, config(files)
     data, tensors = load(settings), load_file(finished / "weights.safetensors")
     begin = recipe.start(data, seed, settings.fitting)
@@ -150,7 +150,8 @@ def test_what_a_killed_run_left_unfinished_is_removed(files, tmp_path):
     for path in kept:
         path.write_bytes(b"not ours")
     killed = "import os, signal\nos.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)\n"
-    write = f"from xentflow.records import *\nwrite_whole(Path({str(tmp_path / 'seeds/seed-0.safetensors')!r}), b'half')"
+    path = tmp_path / "seeds/seed-0.safetensors"
+    write = f"from xentflow.records import *\nwrite_whole(Path({str(path)!r}), b'half')"
     assert subprocess.run([sys.executable, "-c", killed + write], check=False).returncode == -signal.SIGKILL
     (leftover,) = set((tmp_path / "seeds").iterdir()) - set(kept)
     assert leftover.read_bytes() == b"half"

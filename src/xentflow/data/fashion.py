@@ -199,7 +199,13 @@ def _download_package(folder: str) -> None:
 def _run(command: list[str], folder: str, options: Sequence[str] = ()) -> None:
     try:
         done = subprocess.run(
-            [*command, *options], cwd=folder, capture_output=True, text=True, errors="replace", timeout=APT_SECONDS, check=False
+            [*command, *options],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=APT_SECONDS,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise XentflowError(f"{' '.join(command)}: {error}") from None
