@@ -109,8 +109,8 @@ def _floor(ours: Timing, data: LabelledImages, images: int) -> list[str]:
     taken = 1e3 * ours.fastest / EPOCHS
     return [
         f"An epoch of {images:,} images is {flops / 1e9:.2f} GFLOP of matrix products, {1e3 * flops / rate:.0f} ms at "
-        f"the rate of a large square product here, and {normals / 1e6:.1f} million normal numbers, {1e3 * normal:.0f} ms by torch's own "
-        f"generator. Ours takes {taken:.0f} ms for both and all else.",
+        f"the rate of a large square product here, and {normals / 1e6:.1f} million normal numbers, "
+        f"{1e3 * normal:.0f} ms by torch's own generator. Ours takes {taken:.0f} ms for both and all else.",
     ]
 
 
