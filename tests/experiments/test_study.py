@@ -70,6 +70,18 @@ def test_attention_may_forget_the_bias(case):
     assert found[True] != found[False]
 
 
+def test_a_batch_knows_nothing_of_another(case, monkeypatch):
+    fitted, Z, labels = case
+    N, reading = Z @ fitted.theta.mT, Pass("batch", shared=True)
+    parts = [
+        accuracies(Pass("whole set", shared=True), fitted, N[half], labels[half], 3)
+        for half in (slice(25), slice(25, 40))
+    ]
+    monkeypatch.setattr(study, "BATCH", 25)
+    expected = [(25 * first + 15 * second) / 40 for first, second in zip(*parts, strict=True)]
+    assert accuracies(reading, fitted, N, labels, 3) == pytest.approx(expected)
+
+
 def test_the_study_runs_resumes_and_ranks(tmp_path, monkeypatch):
     import io
     import json
