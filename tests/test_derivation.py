@@ -1,5 +1,6 @@
 """The printed derivation: it says what this choice of parts implies, in clean text and in balanced LaTeX."""
 
+import re
 from itertools import product
 
 import pytest
@@ -48,6 +49,12 @@ SPLITTINGS = (
     xf.RK4(),
 )
 
+# Every control word of LaTeX and amsmath that a derivation is made of; any other would stop a paper from compiling.
+CONTROL_WORDS = set(
+    "begin end noindent emph par left right quad mathrm text dot ell theta phi Omega Phi nabla partial langle rangle "
+    "lVert rVert sum log exp tfrac max sqrt mapsto".split()
+)
+
 
 def model(kind, heads=None):
     head = () if heads is None else (heads,)
@@ -83,6 +90,10 @@ def clean(text, latex):
         assert latex.count(opening) == latex.count(closing)
     assert latex.replace(r"\lVert", "").count(r"\rVert") == latex.count(r"\lVert")
     assert latex.isascii()
+    assert set(re.findall(r"\\([A-Za-z]+)", latex)) <= CONTROL_WORDS
+    for words in re.findall(r"\\noindent.*", latex):
+        # In running text these mean something else, or print as another sign in TeX's first font encoding.
+        assert not set("<>_^|#%&~") & set(re.sub(r"\$[^$]*\$|\\_", "", words)), words
 
 
 def row(text, heading):

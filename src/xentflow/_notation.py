@@ -38,7 +38,7 @@ def as_text(rows: Iterable[Row]) -> str:
 
 
 def _latex_words(remark: str) -> str:
-    remark = remark.replace("_", r"\_").replace("p^T = p", "$p^T = p$").replace(r"w\_h", "$w_h$")
+    remark = remark.replace("_", r"\_").replace("p^T = p", "$p^T = p$").replace(r"w\_h", "$w_h$").replace(">", "$>$")
     return re.sub(r"\bl\b", r"$\\ell$", remark)
 
 
@@ -64,6 +64,7 @@ _RENDERINGS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"\\theta", "θ"),
     (r"\\phi", "φ"),
     (r"\\psi", "ψ"),
+    (r"(?<=[θφψTh]) (?=[YZ])", ""),
     (r"\\Omega\^\*", "Ω*"),
     (r"\\Omega", "Ω"),
     (r"\\Phi", "Φ"),

@@ -186,10 +186,11 @@ def _factors(model: Quadratic, accent: str) -> tuple[str, str]:
 def _logits(model: Model, Z: str) -> str:
     if isinstance(model, Linear):
         return f"{Z}{_theta(model)}^T" + ("" if model.bias is None else rf" + {_sub('b', model)}")
+    # The space ends \theta, which would else read on into the letter behind it.
     if isinstance(model, Quadratic):
-        return f"{Z}{_theta(model)}{Z}^T"
+        return f"{Z}{_theta(model)} {Z}^T"
     if isinstance(model, Bilinear):
-        return f"{Z}{_theta(model)}Y^T"
+        return f"{Z}{_theta(model)} Y^T"
     return f"f({Z})" if model.heads is None else f"f_h({Z})"
 
 
