@@ -1,6 +1,6 @@
 """The certificate of a block: what it claims to be, measured on random input.
 
-Errors are relative, in float64. A gradient flow is compared with autograd of its energy and with the rate at which that
+Errors are relative to the gradient, in float64. A gradient flow is compared with autograd of its energy and with the rate at which that
 energy falls; a game with autograd of each token's own energy; whatever has no common energy is told how far it is from
 the gradient. The order is measured by halving steps.
 """
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from xentflow.axes import is_finite
 from xentflow.block import DerivedBlock, trace
 from xentflow.constraints import Constraint, Free, Sphere, Whitened
 from xentflow.derive import is_one_euler_step
@@ -43,7 +44,8 @@ class Certificate:
     step: float
     """h, averaged where it differs."""
     declared_order: int
-    measured_order: float
+    measured_order: float | None
+    """None where nothing moves, or so exactly that only rounding is left."""
     energy: list[float]
     """ℓ summed over the samples, at the start and after each of ten passes, for the targets of the pass before."""
     rises: int
@@ -65,11 +67,11 @@ def certify(block: DerivedBlock, Z: Tensor, inputs: dict[str, Tensor | None], pa
     inputs = {name: _doubled(value) for name, value in inputs.items()}
     Z = block.constraint.place(Z)
     flow = block.flow(Z, **inputs)
+    with torch.no_grad():
+        energy, rises = _descent(block, Z, inputs, passes)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         moved = block(Z, **inputs)
     step = float(trace([block], Z, inputs).times[-1].mean())
-    with torch.no_grad():
-        energy, rises = _descent(block, Z, inputs, passes)
     curvature = _curvature(flow)
     parameters = sum(parameter.numel() for parameter in block.parameters())
     one_step = isinstance(block.constraint, Free) and is_one_euler_step(block.splitting) and flow.is_gradient
@@ -94,10 +96,15 @@ def certify(block: DerivedBlock, Z: Tensor, inputs: dict[str, Tensor | None], pa
 def _descent(block: DerivedBlock, Z: Tensor, inputs: dict[str, Tensor | None], passes: int) -> tuple[list[float], int]:
     """ℓ pass by pass, and how often it rose; each pass is judged by its own targets."""
     energies, rises = [], 0
-    for _ in range(passes):
+    for count in range(1, passes + 1):
         flow = block.flow(Z, **inputs)
         before, Z = flow.energy(Z), block(Z, **inputs)
-        after = flow.energy(Z)
+        after = flow.energy(Z) if is_finite(Z) else Z
+        if not is_finite(after):
+            raise XentflowError(
+                f"certificate: expected features and ℓ that stay finite over {passes} passes, got others after pass "
+                f"{count}, where ℓ was {float(before.sum()):.3g}; take a smaller step"
+            )
         energies.append(float(before.sum()))
         rises += int((after > before + 1e-12 * (1 + before.abs())).sum())
     return [*energies, float(after.sum())], rises
@@ -127,14 +134,17 @@ def _gradient_error(block: DerivedBlock, flow: GradientFlow, Z: Tensor) -> float
         energy = flow.energy(moving)
     (gradient,) = torch.autograd.grad(energy.sum(), moving)
     with torch.no_grad():
-        return _relative(flow.velocity(still), -flow.constraint.tangent(still, gradient))
+        # Not relative to the projected gradient, of which a constraint may leave nothing but rounding.
+        difference = flow.velocity(still) + flow.constraint.tangent(still, gradient)
+        return _ratio(difference.norm(), gradient.norm())
 
 
 def _dissipation_error(flow: GradientFlow, Z: Tensor) -> float:
     velocity = flow.velocity(Z).detach()
     moving = Z.detach().requires_grad_()
     (gradient,) = torch.autograd.grad(flow.energy(moving).sum(), moving)
-    return _relative((gradient * velocity).sum((-2, -1)), -flow.dissipation(Z).detach())
+    difference = (gradient * velocity).sum((-2, -1)) + flow.dissipation(Z).detach()
+    return _ratio(difference.norm(), gradient.square().sum((-2, -1)).norm())
 
 
 def _curvature(flow: GradientFlow) -> float | None:
@@ -145,19 +155,24 @@ def _curvature(flow: GradientFlow) -> float | None:
         return weight * float(curvature_bound(flow.objective, flow.model).max())
 
 
-def _measured_order(flow: GradientFlow, Z: Tensor, method: Method) -> float:
+def _measured_order(flow: GradientFlow, Z: Tensor, method: Method) -> float | None:
     """log₂ of the ratio by which results come closer as steps are halved twice, while features move by about half."""
     with torch.no_grad():
-        time = 0.5 * float(Z.norm() / flow.velocity(Z).norm().clamp_min(1e-300))
+        speed = float(flow.velocity(Z).norm() / Z.norm())
+        if speed < 1e-14:
+            return None
+        time = 0.5 / speed
         ends = [integrate(flow, Z, method, time / n, n).Z[-1] for n in (32, 64, 128)]
     first, second = (float((b - a).norm()) for a, b in pairwise(ends))
-    if second < 1e-14 * float(Z.norm()):
-        raise XentflowError("certificate: the error is at rounding, and the order cannot be measured; try another seed")
-    return math.log2(first / second)
+    return math.log2(first / second) if second >= 1e-14 * float(Z.norm()) else None
 
 
 def _relative(value: Tensor, reference: Tensor) -> float:
-    return float((value - reference).norm() / reference.norm().clamp_min(1e-300))
+    return _ratio((value - reference).norm(), reference.norm())
+
+
+def _ratio(difference: Tensor, size: Tensor) -> float:
+    return float(difference / size.clamp_min(1e-300))
 
 
 def _doubled(value: Tensor | None) -> Tensor | None:
