@@ -57,8 +57,7 @@ def run(config: ProbeConfig, output: Path) -> int:
             "read-out of the features against the true targets (labels enter); updates are at the first layer."
         )
     else:
-        module, energy, Z = load(config.module)
-        whole = measure_faithfulness(module, energy, Z, controls=config.controls)
+        whole = measure(config.module, config.controls)
         readings = [whole, *whole.layers]
         labels = "whatever the energy given holds"
     console.print(table(readings))
@@ -68,6 +67,18 @@ def run(config: ProbeConfig, output: Path) -> int:
     path = write_result(output, "probe", settings, figures, labels)
     console.print(f"Written: {path}", soft_wrap=True, highlight=False)
     return 0
+
+
+def measure(target: str, controls: int) -> Faithfulness:
+    """The reading of what FILE.py:FUNCTION returns."""
+    module, energy, Z = load(target)
+    try:
+        return measure_faithfulness(module, energy, Z, controls=controls)
+    except XentflowError:
+        raise
+    except Exception as error:  # the module and the energy are the caller's, and may fail in any way
+        name = target.rpartition(":")[2]
+        raise XentflowError(f"module: {name}() could not be measured: {type(error).__name__}: {error}") from error
 
 
 def load(target: str) -> tuple[nn.Module, Energy, Tensor]:
