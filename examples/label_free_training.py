@@ -11,6 +11,8 @@ from torch.nn.functional import cross_entropy
 
 import xentflow as xf
 
+torch.set_num_threads(1)  # tensors here are small: a second thread costs more than it brings
+
 CLASSES, WIDTH, TOKENS = 8, 32, 16
 
 

@@ -8,6 +8,8 @@ import torch
 
 import xentflow as xf
 
+torch.set_num_threads(1)  # tensors here are small: a second thread costs more than it brings
+
 
 class Pseudohuber(xf.Potential):
     """Ω(N) = Σ √(1 + N²), each entry for itself."""
