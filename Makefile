@@ -21,8 +21,9 @@ reproduce: $(READY)
 	@echo "figure: results/reproduce/figure1.png"
 	@echo "page:   results/reproduce/report.html"
 
+# One worker a core, each with one thread; what is left over at the end is shared out anew.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 check: test lint types contracts shapes examples
 

@@ -1,7 +1,12 @@
 """What every test shares: the ``--shapes`` option and a generator of its own for each test."""
 
+import os
 import sys
 import zlib
+
+# Tensors here are small, and tests run in one process a core: a second thread costs more than it brings, and far more
+# on a busy machine. What reads this does so when it is first imported, in tests' own subprocesses too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -16,7 +21,6 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    # Tensors here are small: a second thread costs more than it brings, and far more on a busy machine.
     torch.set_num_threads(1)
     if not config.getoption("--shapes"):
         return

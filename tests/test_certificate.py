@@ -80,7 +80,9 @@ def test_energies_are_those_of_ten_passes_and_rises_are_counted(generator):
 def test_curvature_parameters_and_arithmetic(generator):
     block, Z = linear(generator), normal((3, S, F), generator)
     c = certify(block, Z, {})
-    assert c.curvature == pytest.approx(float(torch.linalg.matrix_norm(block.model.theta.detach(), 2)) ** 2 / 2, rel=1e-12)
+    assert c.curvature == pytest.approx(
+        float(torch.linalg.matrix_norm(block.model.theta.detach(), 2)) ** 2 / 2, rel=1e-12
+    )
     assert c.certified
     assert c.step == pytest.approx(0.1)
     # Zθᵀ, pθ and Cθ for each of three samples.
@@ -133,5 +135,7 @@ def test_a_block_that_blows_up_is_told_with_its_step(step, generator):
     block = xf.derive(
         xf.CrossEntropy("classes"), xf.Quadratic(normal((F, F), generator)), oracle=xf.Uniform(), step=step
     )
-    with pytest.raises(xf.XentflowError, match=r"certificate: expected .* finite over 10 passes, got .* take a smaller"):
+    with pytest.raises(
+        xf.XentflowError, match=r"certificate: expected .* finite over 10 passes, got .* take a smaller"
+    ):
         certify(block, normal((2, S, F), generator), {})

@@ -1,8 +1,8 @@
 """The certificate of a block: what it claims to be, measured on random input.
 
-Errors are relative to the gradient, in float64. A gradient flow is compared with autograd of its energy and with the rate at which that
-energy falls; a game with autograd of each token's own energy; whatever has no common energy is told how far it is from
-the gradient. The order is measured by halving steps.
+Errors are relative to the gradient, in float64. A gradient flow is compared with autograd of its energy and with the
+rate at which that energy falls; a game with autograd of each token's own energy; whatever has no common energy is told
+how far it is from the gradient. The order is measured by halving steps.
 """
 
 import copy
