@@ -175,7 +175,7 @@ class TestOracles:
     def test_neighbours(self, bad):
         refuses(lambda: xf.NearestNeighbours(bad), f"k: expected a whole number of at least 1, got {bad!r}")
 
-    @pytest.mark.parametrize("bad", [None, torch.tanh, "net", nn.Linear], ids=str)
+    @pytest.mark.parametrize("bad", [None, torch.tanh, "net", nn.Linear], ids=["none", "function", "text", "class"])
     def test_net(self, bad):
         refuses(lambda: xf.Learned(bad), "net: expected an nn.Module from features to logits, got")
 
@@ -276,7 +276,7 @@ def energy(Z):
 
 
 class TestMeter:
-    @pytest.mark.parametrize("bad", [None, torch.tanh, "module", nn.Linear], ids=str)
+    @pytest.mark.parametrize("bad", [None, torch.tanh, "module", nn.Linear], ids=["none", "function", "text", "class"])
     def test_module(self, bad):
         refuses(lambda: xf.measure_faithfulness(bad, energy, Z), "module: expected an nn.Module, got")
 
