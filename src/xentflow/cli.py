@@ -48,6 +48,12 @@ def _reproduce() -> tuple[type[Any], Callable[[Any, Path], int]]:
     return reproduce.ReproduceConfig, reproduce.run
 
 
+def _train() -> tuple[type[Any], Callable[[Any, Path], int]]:
+    from xentflow.experiments import train
+
+    return train.TrainConfig, train.run
+
+
 def _bench() -> tuple[type[Any], Callable[[Any, Path], int]]:
     from xentflow import bench
 
@@ -59,6 +65,7 @@ _COMMANDS = {
     "probe": _Command("Measure how far a module's updates are from descent on an energy.", _probe),
     "derive": _Command("Print the derivation and the certificate of a block.", _derive),
     "reproduce": _Command("Run the paper's experiment and its controls, and report it.", _reproduce),
+    "train": _Command("Train a derived network without labels in its passes, or compare it.", _train),
     "verify": _Command("Try the paper's claims, and the package's own, on random instances.", _verify),
 }
 

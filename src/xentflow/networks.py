@@ -171,13 +171,18 @@ class DerivedTransformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of the true classes: ``(n, K)`` for images, ``(n, S, K)`` for sequences."""
-        decided: Tensor = self.decide(self.to_decide(self.stack(self.embedding(x))))
+        return self.read(self.through(self.embedding(x)))
+
+    def through(self, Z: Tensor) -> Tensor:
+        """The features after all halves."""
+        moved: Tensor = self.stack(Z)
+        return moved
+
+    def read(self, Z: Tensor) -> Tensor:
+        """The last block on each token, or on the mean of an image's, and the logits through its θ."""
+        decided: Tensor = self.decide(Z if self.inputs.causal else Z.mean(-2, keepdim=True))
         logits: Tensor = self.decide.model.logits(decided)
         return logits if self.inputs.causal else logits.squeeze(-2)
-
-    def to_decide(self, Z: Tensor) -> Tensor:
-        """The features that the last block classifies: each token, or the mean of an image's."""
-        return Z if self.inputs.causal else Z.mean(-2, keepdim=True)
 
     def _mix(self) -> DerivedBlock:
         F, heads, S = self.shape.width, self.shape.heads, self.inputs.tokens
@@ -228,9 +233,8 @@ class Transformer(nn.Module):
         layer = nn.TransformerEncoderLayer(
             shape.width, shape.heads, shape.hidden, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
         )
-        self.encoder = nn.TransformerEncoder(
-            layer, shape.depth, norm=nn.LayerNorm(shape.width), enable_nested_tensor=False
-        )
+        self.encoder = nn.TransformerEncoder(layer, shape.depth, enable_nested_tensor=False)
+        self.norm = nn.LayerNorm(shape.width)
         self.readout = nn.Linear(shape.width, inputs.classes)
         future = torch.ones(inputs.tokens, inputs.tokens, dtype=torch.bool).triu(1) if inputs.causal else None
         self.register_buffer("future", future, persistent=False)
@@ -239,12 +243,90 @@ class Transformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits as ``DerivedTransformer`` gives them."""
-        Z = self.embedding(x)
-        if self.inputs.causal:
-            logits: Tensor = self.readout(self.encoder(Z, mask=self.future, is_causal=True))
-            return logits
-        logits = self.readout(self.encoder(Z).mean(-2))
+        return self.read(self.through(self.embedding(x)))
+
+    def through(self, Z: Tensor) -> Tensor:
+        """The features after all layers, the last normalisation not among them."""
+        moved: Tensor = self.encoder(Z, mask=self.future, is_causal=self.inputs.causal)
+        return moved
+
+    def read(self, Z: Tensor) -> Tensor:
+        """The logits of each token, or of the mean of an image's."""
+        normalised = self.norm(Z)
+        logits: Tensor = self.readout(normalised if self.inputs.causal else normalised.mean(-2))
         return logits
+
+
+class PaperStack(nn.Module):
+    """The paper's block in depth: N = Zθᵀ + b over the true classes at every layer, on standardised pixels as they are.
+
+    C comes from a learned network, since at inference there are no labels. tied: one θ for all layers, or θ^(ℓ) and
+    θ^(ℓ+½), one for each half-step. The logits are read through the last layer's θ^(ℓ).
+    """
+
+    def __init__(self, inputs: Inputs, shape: Shape, tied: bool = True) -> None:
+        super().__init__()
+        self.inputs, self.shape = inputs, shape
+        F, K = inputs.tokens * inputs.patch, inputs.classes
+
+        def drawn() -> Linear:
+            return Linear(torch.empty(K, F).uniform_(-1, 1) / F**0.5, torch.zeros(K))
+
+        oracle = Learned(nn.Sequential(nn.Linear(F, shape.hidden), nn.GELU(), nn.Linear(shape.hidden, K)))
+        blocks = [
+            derive(
+                CrossEntropy("classes"),
+                drawn(),
+                oracle=oracle,
+                step=LearnedStep(1.0),
+                target_model=None if tied else drawn(),
+            )
+            for _ in range(1 if tied else shape.depth)
+        ]
+        self.stack = Stack(blocks, repeats=shape.depth // len(blocks))
+
+    uses_labels = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits ``(n, K)`` of images as patches ``(n, S, patch)``."""
+        return self.read(self.stack(self.features(x)))
+
+    def features(self, x: Tensor) -> Tensor:
+        """Z⁽⁰⁾ ``(n, 1, F)``: the pixels."""
+        return x.flatten(1).unsqueeze(1)
+
+    def read(self, Z: Tensor) -> Tensor:
+        """Zθᵀ + b of the last layer."""
+        logits: Tensor = self._last.model.logits(Z)
+        return logits.squeeze(-2)
+
+    def guess(self, Z: Tensor) -> Tensor:
+        """The logits that C is made from."""
+        assert isinstance(self._last.oracle, Learned)
+        logits: Tensor = self._last.oracle.net(Z)
+        return logits.squeeze(-2)
+
+    @property
+    def _last(self) -> DerivedBlock:
+        last = self.stack.blocks[-1]
+        assert isinstance(last, DerivedBlock)
+        return last
+
+
+Network = DerivedTransformer | Transformer | PaperStack
+
+
+@torch.no_grad()
+def energies(network: DerivedTransformer, x: Tensor) -> Tensor:
+    """ℓ of each half before and after its own step ``(halves, 2)``, C held: the mean over samples and tokens."""
+    Z, found = network.embedding(x), []
+    for block in network.stack.sequence():
+        Z = block.constraint.place(Z)
+        flow = block.flow(Z)
+        after = block(Z)
+        found.append(torch.stack([flow.energy(Z).mean(), flow.energy(after).mean()]) / Z.shape[-2])
+        Z = after
+    return torch.stack(found)
 
 
 def count(module: nn.Module) -> int:

@@ -70,7 +70,7 @@ class Stack(nn.Module):
     @property
     def uses_labels(self) -> bool:
         """Whether any block may see the true labels of the samples it acts on."""
-        return any(block.uses_labels for block in self._sequence())
+        return any(block.uses_labels for block in self.sequence())
 
     def forward(
         self,
@@ -81,7 +81,7 @@ class Stack(nn.Module):
         context: Features | None = None,
     ) -> Tensor:
         """The features after all blocks, or the read-out of them; arguments as for a block."""
-        for block in self._sequence():
+        for block in self.sequence():
             if self.checkpointing and torch.is_grad_enabled():
                 Z = checkpoint(block, Z, targets, mask, padding, context, use_reentrant=False)
             else:
@@ -90,12 +90,12 @@ class Stack(nn.Module):
 
     def trajectory(self, Z: Features, **inputs: Tensor | None) -> Trajectory:
         """Z, ℓ, gradient norm and time at each half-step of every block."""
-        return trace(self._sequence(), Z, inputs)
+        return trace(self.sequence(), Z, inputs)
 
     def extra_repr(self) -> str:
         return f"depth={self.depth}, " + (f"tied, repeats={self.repeats}" if self.repeats > 1 else "untied")
 
-    def _sequence(self) -> list[DerivedBlock]:
+    def sequence(self) -> list[DerivedBlock]:
         return [block for block in self.blocks for _ in range(self.repeats)]  # type: ignore[misc]
 
 
@@ -110,7 +110,7 @@ def initialise_(stack: Stack | DerivedBlock, generator: torch.Generator | None =
     L ≈ 2‖θ‖₂ + cF‖θ‖₂². Gaussian K×F matrices have ‖θ‖₂ ≈ σ(√K + √F). A ``Functional`` keeps the weights its author
     gave it. With ``CertifiedStep`` the scale drops out, since h = 1/L.
     """
-    blocks = stack._sequence() if isinstance(stack, Stack) else [stack]
+    blocks = stack.sequence() if isinstance(stack, Stack) else [stack]
     done: set[int] = set()
     for block in blocks:
         h = block.step if isinstance(block.step, float | int) else getattr(block.step, "initial", 1.0)

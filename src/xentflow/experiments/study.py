@@ -22,7 +22,7 @@ from torch import Tensor
 
 from xentflow.data import LabelledImages
 from xentflow.experiments import paper
-from xentflow.experiments.ledger import Ledger, settings_of
+from xentflow.ledger import Ledger, settings_of
 from xentflow.experiments.passes import one_thread
 from xentflow.potentials import LogSumExp
 from xentflow.records import write_result, write_whole

@@ -1,0 +1,45 @@
+"""Checkpoints of a training run: each written whole or not at all, the last few kept.
+
+One is a record of the ledger: weights, the optimiser's moments and the generator's state as tensors, the step and the
+history beside them. It carries the settings of its run, and is used by no other.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from xentflow.errors import XentflowError
+from xentflow.ledger import Ledger
+from xentflow.training.trainer import Trainer
+
+
+class Checkpoints:
+    """The checkpoints in one folder; ``announce`` is told of any that is there and cannot be used."""
+
+    def __init__(
+        self, folder: Path, settings: Mapping[str, Any], keep: int = 2, announce: Callable[[str], None] = print
+    ) -> None:
+        if keep < 1:
+            raise XentflowError(f"keep: expected at least 1 checkpoint, got {keep}")
+        self._ledger = Ledger(folder, announce)
+        self._settings, self._keep = settings, keep
+        self._ledger.clear_leftovers()
+
+    def save(self, trainer: Trainer) -> None:
+        """Write the trainer's state, then remove all but the last few."""
+        tensors, figures = trainer.state()
+        self._ledger.put(f"step-{trainer.step:08d}", self._settings, tensors, figures)
+        for name in self._names()[self._keep :]:
+            (self._ledger.folder / f"{name}.safetensors").unlink(missing_ok=True)
+
+    def resume(self, trainer: Trainer) -> bool:
+        """Bring the trainer to the latest checkpoint that can be used; whether there was one."""
+        for name in self._names():
+            part = self._ledger.get(name, self._settings)
+            if part is not None:
+                trainer.restore(*part)
+                return True
+        return False
+
+    def _names(self) -> list[str]:
+        return sorted((path.stem for path in self._ledger.folder.glob("step-*.safetensors")), reverse=True)
