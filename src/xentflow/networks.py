@@ -99,6 +99,10 @@ class Derivation:
         return ", ".join(other) or "as derived"
 
 
+LATENT = 16
+"""How many latent classes a head of the sorting half tells apart."""
+
+
 class Embedding(nn.Module):
     """Symbols or patches as features ``(*batch, S, F)``, each with its position's added."""
 
@@ -152,7 +156,7 @@ class DerivedTransformer(nn.Module):
         halves = [half for _ in range(layers) for half in (self._mix(), self._sort())]
         self.stack = Stack(halves, repeats=shape.depth // layers)
         F = shape.width
-        theta = torch.randn(inputs.classes, F) / F
+        theta = _drawn(F, inputs.classes, F)
         self.decide = derive(
             CrossEntropy("classes"),
             Linear(theta, torch.zeros(inputs.classes)),
@@ -186,7 +190,7 @@ class DerivedTransformer(nn.Module):
 
     def _mix(self) -> DerivedBlock:
         F, heads, S = self.shape.width, self.shape.heads, self.inputs.tokens
-        phi, psi = (torch.randn(heads, F, F // heads) / F for _ in range(2))
+        phi, psi = (_drawn(F, heads, F, F // heads) for _ in range(2))
         choice = self.derivation
         block = derive(
             Objective(_potential(choice.potential)),
@@ -202,11 +206,11 @@ class DerivedTransformer(nn.Module):
 
     def _sort(self) -> DerivedBlock:
         F, heads = self.shape.width, self.shape.width // 8
-        theta = torch.randn(heads, 16, F) / F
+        theta = _drawn(F, heads, LATENT, F)
         block = derive(
             CrossEntropy("classes"),
             Linear(theta),
-            oracle=Learned(PerHead(F, self.shape.hidden, heads, 16)),
+            oracle=Learned(PerHead(F, self.shape.hidden, heads, LATENT)),
             splitting=_splitting(self.derivation.splitting),
             step=LearnedStep(1.0, heads=heads),
             constraint=self._constraint(),
@@ -343,6 +347,11 @@ def matched(inputs: Inputs, shape: Shape, wanted: int) -> Shape:
     with torch.device("meta"):
         least, each = sized(1), sized(2) - sized(1)
     return Shape(shape.width, shape.depth, shape.heads, max(1, 1 + round((wanted - least) / each)))
+
+
+def _drawn(width: int, *shape: int) -> Tensor:
+    # On features of norm √F logits then start at about ½: C and p differ from the first step on, and so θ is heard.
+    return torch.randn(shape) * 0.5 / width**0.5
 
 
 def _sphere(width: int) -> Sphere:

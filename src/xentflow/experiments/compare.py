@@ -20,7 +20,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 
 from xentflow.errors import XentflowError
@@ -74,10 +73,13 @@ def run(config: TrainConfig, output: Path) -> int:
 
     require_writable(output)
     console = report_console()
-    compare(config, output, console)
-    records = read(output)
-    write_whole(output / "comparison.md", as_markdown(records).encode())
-    console.print(as_markdown(records), soft_wrap=True, highlight=False, markup=False)
+    try:
+        compare(config, output, console)
+    finally:
+        # What is there is shown, whatever became of the rest.
+        text = as_markdown(read(output))
+        write_whole(output / "comparison.md", text.encode())
+        console.print(text, soft_wrap=True, highlight=False, markup=False)
     console.print(f"Written: {output / 'records.json'} and {output / 'comparison.md'}", soft_wrap=True, highlight=False)
     return 0
 
@@ -88,6 +90,7 @@ def compare(config: TrainConfig, output: Path, console: Console) -> None:
     records = read(output)
     wanted = {name: value for name, value in asdict(config).items() if name not in ("data_dir", *COMPARISON[3:])}
     records |= {"config": wanted, "versions": versions()}
+    _write(output, records)
     timing = {"size": config.size, "patch": config.patch, "batch": config.batch, "compiled": config.compiled}
     if records.get("timing", {}).get("of") != timing:
         seconds = seconds_per_step({name: replace(config, network=name, compare=False) for name in NETWORKS})
@@ -202,8 +205,8 @@ class Pool:
 
     def _start(self, run: Run) -> None:
         folder = self._folder(run)
-        text = yaml.safe_dump(json.loads(json.dumps(asdict(run.config))), sort_keys=False, allow_unicode=True)
-        write_whole(folder / "config.yaml", text.encode())
+        # JSON is YAML.
+        write_whole(folder / "config.yaml", (json.dumps(asdict(run.config), indent=1) + "\n").encode())
         # Threads of several runs at once would only get in each other's way.
         environment = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "2"} | os.environ
         command = ["train", "--config", str(folder / "config.yaml"), "--output", str(folder)]

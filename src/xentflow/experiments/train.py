@@ -231,6 +231,9 @@ def make_network(config: TrainConfig, task: Task) -> Network:
 
 def make_trainer(config: TrainConfig, network: Network, task: Task) -> Trainer:
     """The trainer of a run, at its start."""
+    on_gpu = config.device.startswith("cuda")
+    # TF32 products there, for every network alike.
+    torch.set_float32_matmul_precision("high" if on_gpu else "highest")
     return Trainer(
         network,
         task,
@@ -238,7 +241,7 @@ def make_trainer(config: TrainConfig, network: Network, task: Task) -> Trainer:
         config.seed,
         criterion=two_stage if config.optimisation == "two-stage" else layer_wise,
         wrap=(lambda bare: torch.compile(bare, fullgraph=True)) if config.compiled else None,  # type: ignore[arg-type,return-value]
-        graph=config.device.startswith("cuda"),
+        graph=on_gpu,
     )
 
 

@@ -1,0 +1,109 @@
+"""Derived transformers: made of blocks that do as they say, causal where they must be, and as large as the baseline."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from xentflow.errors import XentflowError
+from xentflow.networks import (
+    SHAPES,
+    Derivation,
+    DerivedTransformer,
+    Inputs,
+    PaperStack,
+    Shape,
+    Transformer,
+    count,
+    energies,
+    matched,
+)
+
+IMAGES = Inputs(tokens=4, classes=3, patch=9)
+SEQUENCES = Inputs(tokens=6, classes=5, vocabulary=7)
+SMALL = Shape(width=16, depth=2, heads=2, hidden=8)
+CHOICES = {
+    "as-derived": {},
+    "both": {"roles": "both"},
+    "printed": {"roles": "both", "printed": True},
+    "tied": {"tied": True},
+    "no-target": {"target": False},
+    "lie-trotter": {"splitting": "lie-trotter"},
+    "strang": {"splitting": "strang"},
+    "free": {"normalisation": "free"},
+    "pre-norm": {"normalisation": "pre-norm"},
+    "entmax": {"potential": "entmax"},
+    "sigmoid": {"potential": "sigmoid"},
+}
+
+
+@pytest.fixture(autouse=True)
+def seeded(request):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(len(request.node.name))
+        yield
+
+
+@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
+def test_every_choice_gives_logits_and_trains_every_parameter(choice):
+    network = DerivedTransformer(IMAGES, SMALL, Derivation(**choice))
+    logits = network(torch.randn(5, 4, 9))
+    assert logits.shape == (5, 3)
+    logits.square().sum().backward()
+    still = [name for name, value in network.named_parameters() if value.grad is None or not value.grad.any()]
+    assert still == []
+
+
+@pytest.mark.parametrize("kind", [DerivedTransformer, Transformer])
+def test_a_causal_network_sees_no_later_token(kind):
+    network = kind(SEQUENCES, SMALL)
+    x = torch.randint(7, (3, 6))
+    changed = x.clone()
+    changed[:, 4] = (x[:, 4] + 1) % 7
+    before, after = network(x), network(changed)
+    assert before.shape == (3, 6, 5)
+    assert_close(before[:, :4], after[:, :4])
+    assert (before[:, 4] - after[:, 4]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("size", SHAPES)
+@pytest.mark.parametrize("inputs", [Inputs(16, 10, patch=49), Inputs(49, 10, patch=16), Inputs(128, 90, vocabulary=90)])
+def test_the_baseline_has_as_many_parameters(size, inputs):
+    with torch.device("meta"):
+        wanted = count(DerivedTransformer(inputs, SHAPES[size]))
+        found = count(Transformer(inputs, matched(inputs, SHAPES[size], wanted)))
+    assert abs(found / wanted - 1) < 0.02
+
+
+def test_labels_enter_no_network_and_pre_norm_is_the_step_at_normalised_features():
+    assert not DerivedTransformer(IMAGES, SMALL).uses_labels
+    network = DerivedTransformer(IMAGES, SMALL, Derivation(normalisation="pre-norm"))
+    block = network.stack.sequence()[0]
+    Z = 3 * torch.randn(2, 4, 16)
+    X = Z / Z.square().mean(-1, keepdim=True).sqrt()
+    assert_close(block(Z) - Z, block.flow(X).velocity(X), rtol=1e-4, atol=1e-5)
+
+
+def test_energies_are_each_halfs_own_before_and_after_its_step():
+    network = DerivedTransformer(IMAGES, SMALL)
+    x = torch.randn(2, 4, 9)
+    found = energies(network, x)
+    assert found.shape == (4, 2)
+    first = network.stack.sequence()[0]
+    Z = first.constraint.place(network.embedding(x))
+    assert_close(found[0, 0], first.flow(Z).energy(Z).mean() / 4)
+    assert_close(found[0, 1], first.flow(Z).energy(first(Z)).mean() / 4)
+
+
+def test_the_papers_stack_repeats_one_theta_or_has_one_for_each_half_step():
+    tied, untied = (PaperStack(IMAGES, SMALL, tied) for tied in (True, False))
+    assert count(untied) - count(tied) == 3 * 3 * 37 + 1
+    x = torch.randn(2, 4, 9)
+    assert tied(x).shape == untied(x).shape == (2, 3)
+    block = tied.stack.sequence()[0]
+    Z = tied.features(x)
+    assert_close(tied(x), block.model.logits(block(block(Z))).squeeze(1))
+
+
+def test_a_shape_that_heads_do_not_divide_is_refused():
+    with pytest.raises(XentflowError, match="heads divide"):
+        Shape(width=10, depth=1, heads=3, hidden=4)
