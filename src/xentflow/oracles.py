@@ -153,7 +153,7 @@ class LearnedTargets(Oracle):
         columns = rows if columns is None else columns
         shape = (rows, columns) if heads is None else (heads, rows, columns)
         if not all(isinstance(size, int) and size > 0 for size in shape):
-            came = ", ".join(repr(size) for size in shape)
+            came = " and ".join(repr(size) for size in shape)
             raise XentflowError(f"LearnedTargets: expected positive whole numbers, got {came}")
         self.rows, self.columns, self.heads = rows, columns, heads
         self.logits = nn.Parameter(torch.zeros(shape))

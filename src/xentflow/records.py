@@ -5,7 +5,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,16 @@ PART = ".xentflow-part"
 
 def versions() -> dict[str, str]:
     """What a figure may depend on besides the seed."""
-    return {
-        "python": platform.python_version(),
-        **{package: version(package) for package in ("xentflow", "torch", "numpy", "numba", "scikit-learn", "entmax")},
-    }
+    packages = ("xentflow", "torch", "numpy", "numba", "scikit-learn", "entmax")
+    return {"python": platform.python_version(), **{package: _installed(package) for package in packages}}
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        # Run from a folder of sources, or without what this run has no use for.
+        return "not installed"
 
 
 def write_result(
