@@ -22,7 +22,7 @@ def cross_entropy(problem: Problem, weights: Tensor | None, backend: Backend = "
     """Σ w ℓ over all rows; or, without weights, ℓ ``(n, S)`` of every row."""
     dispatch.require_backend(backend)
     q, k = problem.q, problem.k
-    few = problem.q.shape[0] * q.shape[-2] * k.shape[-2] <= dispatch.FEW
+    few = dispatch.are_few(problem.q.shape[0] * q.shape[-2] * k.shape[-2], q.device)
     soft = problem.targets is not None and problem.targets.requires_grad
     if backend == "reference" or (few and backend == "auto") or soft or torch._C._are_functorch_transforms_active():
         ell = plain(problem)

@@ -17,7 +17,15 @@ from xentflow.kernels import chunked, fused, reference
 Backend = Literal["auto", "reference", "chunked", "fused"]
 
 FEW = 2**21
-"""Logits up to which the plain form is fastest: 8 MiB in float32."""
+"""Logits up to which the plain form is fastest: 8 MiB in float32, about what a core's cache holds."""
+
+FEW_ON_GPU = 2**26
+"""The same on a GPU, where 256 MiB are soon gone through."""
+
+
+def are_few(count: int, device: torch.device) -> bool:
+    """Whether so many logits are best formed as they are."""
+    return count <= (FEW if device.type == "cpu" else FEW_ON_GPU)
 
 
 def require_backend(backend: str) -> None:
@@ -29,7 +37,7 @@ def require_backend(backend: str) -> None:
 def is_plain(logits: Tensor, backend: Backend) -> bool:
     """Whether logits of this shape are best, or have to be, formed as they are."""
     if backend == "auto":
-        return logits.numel() <= FEW or torch._C._are_functorch_transforms_active()
+        return are_few(logits.numel(), logits.device) or torch._C._are_functorch_transforms_active()
     return backend == "reference"
 
 
