@@ -87,7 +87,8 @@ class LearnedStep(nn.Module):
         sizes = [size for size in (features, heads) if size is not None]
         if not all(isinstance(size, int) and size > 0 for size in sizes):
             raise XentflowError(f"LearnedStep: expected a positive whole number, got {sizes[0]!r}")
-        self.log_step = nn.Parameter(torch.full(sizes, math.log(initial)))
+        # One number is a vector of one: ``fully_shard`` cuts no scalars.
+        self.log_step = nn.Parameter(torch.full(sizes or [1], math.log(initial)))
 
     def extra_repr(self) -> str:
         kind = {"features": self.features, "heads": self.heads}
@@ -99,7 +100,10 @@ class LearnedStep(nn.Module):
 
     def forward(self, flow: GradientFlow, Z: Features) -> float | Step:
         """The step, shaped to broadcast against Z; 1 where it is in the flow's head weights already."""
-        return 1.0 if self.heads is not None else self.log_step.exp()
+        if self.heads is not None:
+            return 1.0
+        h = self.log_step.exp()
+        return h if self.features is not None else h.squeeze(0)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +34,7 @@ from xentflow.networks import (
 )
 from xentflow.records import report_console, require_writable, versions, write_result, write_whole
 from xentflow.training.checkpoints import Checkpoints
+from xentflow.training.parallel import ALONE, Parallel, Processes, device_of_process, gathered, joined
 from xentflow.training.stages import two_stage
 from xentflow.training.tasks import Images, Recall, Task, Text
 from xentflow.training.trainer import Recipe, Trainer, layer_wise
@@ -66,6 +67,7 @@ class TrainConfig(Derivation, Recipe):
         keep: how many checkpoints stay.
         device: "cpu", or "cuda", where steps are recorded and replayed.
         compiled: whether the network is compiled for training.
+        parallel: how the processes that torchrun starts share the work, if it starts several; batch stays that of all.
         tensorboard: also log for TensorBoard (extra ``log``).
         seeds: of the comparison, judged for each network.
         ablation_seeds: of each ablation, of the shuffled labels, and of recall and text.
@@ -90,6 +92,7 @@ class TrainConfig(Derivation, Recipe):
     keep: int = 2
     device: str = "cpu"
     compiled: bool = False
+    parallel: Parallel = "none"
     tensorboard: bool = False
     seeds: int = 5
     ablation_seeds: int = 3
@@ -116,6 +119,14 @@ class TrainConfig(Derivation, Recipe):
             raise XentflowError(f"network: expected derived or transformer for task={self.task}, got paper")
         if self.optimisation == "two-stage" and not (self.network == "paper" and self.tied):
             raise XentflowError("optimisation: two-stage goes with network=paper and tied=true, whose layers share θ")
+        if self.parallel != "none" and self.compare:
+            raise XentflowError(
+                f"parallel: expected none with compare, which trains on one process, got {self.parallel}"
+            )
+        if self.parallel == "fully-shard" and (self.compiled or self.optimisation == "two-stage"):
+            raise XentflowError(
+                "parallel: expected none or ddp for a compiled network, or for two-stage optimisation, got fully-shard"
+            )
 
     @property
     def derivation(self) -> Derivation:
@@ -134,12 +145,18 @@ def run(config: TrainConfig, output: Path) -> int:
         from xentflow.experiments import compare
 
         return compare.run(config, output)
-    require_writable(output)
-    console = report_console()
+    with joined(config.parallel) as processes:
+        return _run(replace(config, device=device_of_process(config.device)), output, processes)
+
+
+def _run(config: TrainConfig, output: Path, processes: Processes) -> int:
+    console = report_console() if processes.first else Console(quiet=True)
+    if processes.first:
+        require_writable(output)
     began = time.perf_counter()
     task = make_task(config)
     network = make_network(config, task)
-    trainer = make_trainer(config, network, task)
+    trainer = make_trainer(config, network, task, processes)
     checkpoints = Checkpoints(
         output / "checkpoints", checkpoint_settings(config), config.keep, lambda text: _say(console, text)
     )
@@ -148,40 +165,43 @@ def run(config: TrainConfig, output: Path) -> int:
     train(config, trainer, checkpoints, output, console)
     test = trainer.judge("test")
     last = trainer.history[-1]
-    figures = {
-        "parameters": count(network),
-        "steps": trainer.step,
-        "uses_labels_at_inference": network.uses_labels,
-        "training": {"loss": last["loss"], "accuracy": last["accuracy"]},
-        "validation": {"loss": last["validation_loss"], "accuracy": last["validation_accuracy"]},
-        "test": asdict(test),
-        "depth": through_depth(network, task),
-    }
-    weights = {name: value.detach().cpu() for name, value in network.named_parameters()}
-    write_whole(output / "weights.safetensors", as_file(weights, {"settings": asdict(config)}))
-    path = write_result(output, "train", asdict(config), figures, task.labels_used)
+    with gathered(network):
+        figures = {
+            "parameters": count(network),
+            "steps": trainer.step,
+            "processes": processes.size,
+            "uses_labels_at_inference": network.uses_labels,
+            "training": {"loss": last["loss"], "accuracy": last["accuracy"]},
+            "validation": {"loss": last["validation_loss"], "accuracy": last["validation_accuracy"]},
+            "test": asdict(test),
+            "depth": through_depth(network, task),
+        }
+        weights = {name: value.detach().cpu() for name, value in network.named_parameters()}
+        if not processes.first:
+            return 0
+        write_whole(output / "weights.safetensors", as_file(weights, {"settings": asdict(config)}))
+        path = write_result(output, "train", asdict(config), figures, task.labels_used)
     _say(console, f"test accuracy {test.accuracy:.4f}, loss {test.loss:.4f}; {figures['parameters']:,} parameters")
     _say(console, f"labels: {task.labels_used}")
     _say(console, f"Done in {time.perf_counter() - began:.0f} s. Written: {path}")
     return 0
 
 
-def train(
-    config: TrainConfig, trainer: Trainer, checkpoints: Checkpoints | None, output: Path, console: Console
-) -> None:
-    """Run to the end, saving and saying how it goes. Without checkpoints nothing is saved: for all but one process."""
+def train(config: TrainConfig, trainer: Trainer, checkpoints: Checkpoints, output: Path, console: Console) -> None:
+    """Run to the end, saving and saying how it goes; of several processes the first does."""
     began = time.perf_counter()
-    with _progress(console, trainer) as advance, _tensorboard(config, output) as to_board:
+    first = trainer.processes.first
+    with _progress(console, trainer) as advance, _tensorboard(config.tensorboard and first, output) as to_board:
         for ends_pass in trainer.run():
             advance()
             if ends_pass:
                 entry = trainer.history[-1]
                 entry |= {"energy": _energy(trainer), "seconds": round(time.perf_counter() - began, 3)}
                 to_board(entry)
-                if checkpoints is not None:
+                if first:
                     lines = (json.dumps(line, allow_nan=False) + "\n" for line in trainer.history)
                     write_whole(output / "log.jsonl", "".join(lines).encode())
-            if checkpoints is not None and (trainer.step % config.save_every == 0 or trainer.finished):
+            if trainer.step % config.save_every == 0 or trainer.finished:
                 checkpoints.save(trainer)
 
 
@@ -229,7 +249,7 @@ def make_network(config: TrainConfig, task: Task) -> Network:
     return network.to(config.device)
 
 
-def make_trainer(config: TrainConfig, network: Network, task: Task) -> Trainer:
+def make_trainer(config: TrainConfig, network: Network, task: Task, processes: Processes = ALONE) -> Trainer:
     """The trainer of a run, at its start."""
     on_gpu = config.device.startswith("cuda")
     # TF32 products there, for every network alike.
@@ -241,14 +261,16 @@ def make_trainer(config: TrainConfig, network: Network, task: Task) -> Trainer:
         config.seed,
         criterion=two_stage if config.optimisation == "two-stage" else layer_wise,
         wrap=(lambda bare: torch.compile(bare, fullgraph=True)) if config.compiled else None,  # type: ignore[arg-type,return-value]
-        graph=on_gpu,
+        graph=on_gpu and config.parallel == "none",
+        processes=processes,
     )
 
 
 def checkpoint_settings(config: TrainConfig) -> dict[str, Any]:
     """What a checkpoint depends on."""
-    free = {"data_dir", "save_every", "keep", "tensorboard", "compare"}
+    free = {"data_dir", "save_every", "keep", "tensorboard", "compare", "parallel"}
     settings = {name: value for name, value in asdict(config).items() if name not in free}
+    settings["device"] = config.device.partition(":")[0]
     return {**settings, "kind": KIND, "versions": versions()}
 
 
@@ -258,7 +280,8 @@ def _energy(trainer: Trainer) -> float | None:
     if not isinstance(network, DerivedTransformer) or network.derivation.normalisation == "pre-norm":
         return None
     x, _ = next(trainer.task.held_out("validation"))
-    before, after = energies(network, x[:200]).unbind(-1)
+    with gathered(network):
+        before, after = energies(network, x[:200]).unbind(-1)
     return float((after - before).mean())
 
 
@@ -302,8 +325,8 @@ def _state(trainer: Trainer) -> str:
 
 
 @contextmanager
-def _tensorboard(config: TrainConfig, output: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
-    if not config.tensorboard:
+def _tensorboard(wanted: bool, output: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
+    if not wanted:
         yield lambda entry: None
         return
     try:

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from xentflow.errors import XentflowError
-from xentflow.ledger import Ledger
+from xentflow.ledger import Ledger, Part
 from xentflow.training.trainer import Trainer
 
 
 class Checkpoints:
-    """The checkpoints in one folder; ``announce`` is told of any that is there and cannot be used."""
+    """The checkpoints in one folder; ``announce`` is told of any that is there and cannot be used.
+
+    Of several processes that train together all call both methods, and the first reads and writes.
+    """
 
     def __init__(
         self, folder: Path, settings: Mapping[str, Any], keep: int = 2, announce: Callable[[str], None] = print
@@ -23,23 +26,27 @@ class Checkpoints:
             raise XentflowError(f"keep: expected at least 1 checkpoint, got {keep}")
         self._ledger = Ledger(folder, announce)
         self._settings, self._keep = settings, keep
-        self._ledger.clear_leftovers()
 
     def save(self, trainer: Trainer) -> None:
         """Write the trainer's state, then remove all but the last few."""
         tensors, figures = trainer.state()
+        if not trainer.processes.first:
+            return
         self._ledger.put(f"step-{trainer.step:08d}", self._settings, tensors, figures)
         for name in self._names()[self._keep :]:
             (self._ledger.folder / f"{name}.safetensors").unlink(missing_ok=True)
 
     def resume(self, trainer: Trainer) -> bool:
         """Bring the trainer to the latest checkpoint that can be used; whether there was one."""
-        for name in self._names():
-            part = self._ledger.get(name, self._settings)
-            if part is not None:
-                trainer.restore(*part)
-                return True
-        return False
+        part = trainer.processes.from_first(self._latest() if trainer.processes.first else None)
+        if part is not None:
+            trainer.restore(*part)
+        return part is not None
+
+    def _latest(self) -> Part | None:
+        self._ledger.clear_leftovers()
+        found = (self._ledger.get(name, self._settings) for name in self._names())
+        return next((part for part in found if part is not None), None)
 
     def _names(self) -> list[str]:
         return sorted((path.stem for path in self._ledger.folder.glob("step-*.safetensors")), reverse=True)

@@ -8,10 +8,11 @@ number, the optimiser's moments, the sums of loss and accuracy. So on a GPU a st
 and replayed, and the host waits for nothing between the ends of passes; and a checkpoint is those tensors, the
 generator's state at the start of the pass, and the step's number. Resumed, the same bits come out.
 
-The network may be wrapped from outside (``wrap``: compiled, or shared among processes); parameters are read and saved
-through the bare one.
+The network may be wrapped from outside (``wrap``: compiled), and trained by several processes at once (``parallel``),
+each on its share of the same batches; parameters are read and saved through the bare one, in full.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from xentflow.errors import XentflowError
+from xentflow.training.parallel import ALONE, Processes, fill, whole
 from xentflow.training.tasks import IGNORED, Held, Rows, Task
 
 Criterion = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -59,7 +61,8 @@ class Recipe:
                 raise XentflowError(f"{name}: expected a finite number above 0, got {getattr(self, name)}")
         if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0 and 0 <= self.warm_up < 1):
             raise XentflowError(
-                f"weight_decay, warm_up: expected at least 0, and a part below 1, got {self.weight_decay}, {self.warm_up}"
+                "weight_decay, warm_up: expected at least 0, and a part below 1, got "
+                f"{self.weight_decay}, {self.warm_up}"
             )
 
     def rates(self, first: int, count: int) -> Tensor:
@@ -83,11 +86,22 @@ def layer_wise(network: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor
     return cross_entropy(logits.flatten(0, -2), y.flatten(), ignore_index=IGNORED), logits
 
 
+class _Loss(nn.Module):
+    """A network with what is descended, as one module: several processes share what it calls."""
+
+    def __init__(self, network: nn.Module, criterion: Criterion) -> None:
+        super().__init__()
+        self.network, self.criterion = network, criterion
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self.criterion(self.network, x, y)
+
+
 class Trainer:
     """A training run: ``run()`` takes it to its end, ``state`` and ``restore`` carry it over an interruption.
 
     criterion: what is descended; wrap: makes of the network what is called in training; graph: record a step as a CUDA
-    graph and replay it.
+    graph and replay it; processes: those that train together, all of which call the same methods.
     """
 
     def __init__(
@@ -98,14 +112,15 @@ class Trainer:
         seed: int,
         *,
         criterion: Criterion = layer_wise,
-        wrap: Callable[[nn.Module], Callable[[Tensor], Tensor]] | None = None,
+        wrap: Callable[[nn.Module], nn.Module] | None = None,
         graph: bool = False,
+        processes: Processes = ALONE,
     ) -> None:
-        self.network, self.task, self.recipe = network, task, recipe
+        processes.require_divisor(recipe.batch)
+        self.network, self.task, self.recipe, self.processes = network, task, recipe, processes
         self.step = 0
         self.history: list[dict[str, Any]] = []
-        self._forward: Any = network if wrap is None else wrap(network)
-        self._criterion = criterion
+        self._loss = processes.spread(network, _Loss(network if wrap is None else wrap(network), criterion))
         self.steps_per_pass = task.steps_per_pass(recipe.batch)
         self._generator = torch.Generator().manual_seed(seed)
         self._at_start_of_pass = self._generator.get_state()
@@ -161,18 +176,21 @@ class Trainer:
         """The network on what was held out."""
         self.network.eval()
         loss, right, asked = 0.0, 0, 0
-        for x, y in self.task.held_out(part):
+        for x, y in itertools.starmap(self.processes.to_judge, self.task.held_out(part)):
             logits = self.network(x).flatten(0, -2).float()
             y = y.flatten()
             loss += float(cross_entropy(logits, y, ignore_index=IGNORED, reduction="sum"))
             right += int((logits.argmax(-1) == y).sum())
             asked += int((y != IGNORED).sum())
         self.network.train()
+        loss, right, asked = self.processes.total(torch.tensor([loss, right, asked], dtype=torch.float64)).tolist()
         return Score(loss / asked, right / asked)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """All that the rest of the run depends on."""
-        return self._held() | {"generator": self._at_start_of_pass}, {"step": self.step, "history": self.history}
+        held = {name: whole(tensor) for name, tensor in self._held().items()}
+        held |= {"sums": self.processes.total(self._sums), "generator": self._at_start_of_pass}
+        return held, {"step": self.step, "history": self.history}
 
     @torch.no_grad()
     def restore(self, tensors: dict[str, Tensor], figures: dict[str, Any]) -> None:
@@ -181,7 +199,9 @@ class Trainer:
         if set(held) | {"generator"} != set(tensors):
             raise XentflowError("checkpoint: expected the state of this network and optimiser, got another's")
         for name, tensor in held.items():
-            tensor.copy_(tensors[name])
+            fill(tensor, tensors[name])
+        # What all have summed is held by one.
+        self._sums *= self.processes.first
         self._at_start_of_pass = tensors["generator"]
         self._generator.set_state(self._at_start_of_pass)
         self.step, self.history = figures["step"], list(figures["history"])
@@ -190,13 +210,15 @@ class Trainer:
         row = {name: rows.index_select(0, self._place)[0] for name, rows in self._plan.items()}
         self._rate.copy_(row.pop("rate"))
         x, y = self.task.batch(row)
-        loss, logits = self._criterion(self._forward, x, y)
-        loss.backward()  # type: ignore[no-untyped-call]
+        asked = (y != IGNORED).sum()
+        loss, logits = self._loss(x, y)
+        # The mean over nothing is no number; a share of a batch may be asked for nothing.
+        loss = torch.where(asked > 0, loss, 0)
+        self.processes.weighted(loss, asked).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self._parameters, self.recipe.clip)
         self._optimiser.step()
         self._optimiser.zero_grad(set_to_none=False)
         with torch.no_grad():
-            asked = (y != IGNORED).sum()
             self._sums += torch.stack([loss.detach() * asked, (logits.argmax(-1) == y).sum(), asked])
             self._place += 1
 
@@ -206,13 +228,16 @@ class Trainer:
         plan = self.task.plan(self._generator, self.steps_per_pass, self.recipe.batch)
         plan["rate"] = self.recipe.rates(self.step - self.step % self.steps_per_pass, self.steps_per_pass)
         for name, rows in plan.items():
+            if name != "rate":
+                rows = self.processes.share(rows, 1)
             if name in self._plan:
                 self._plan[name].copy_(rows)
             else:
                 self._plan[name] = rows.to(self._rate.device)
 
     def _close_pass(self) -> None:
-        loss, right, asked = self._sums.tolist()
+        self.processes.meet()
+        loss, right, asked = self.processes.total(self._sums).tolist()
         held = self.judge("validation")
         if not (math.isfinite(loss) and math.isfinite(held.loss)):
             raise XentflowError(
