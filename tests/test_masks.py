@@ -120,6 +120,19 @@ class TestCausal:
         assert relative_error(block(Z), expected) <= 1e-12
 
 
+@pytest.mark.parametrize("axis", AXES)
+def test_labels_under_a_causal_mask_name_the_past(axis, generator):
+    block = xf.derive(
+        xf.CrossEntropy(axis), xf.Quadratic(normal((F, F), generator, 0.5), roles="own"), causal=True, step=0.3
+    )
+    Z, labels = normal((2, 6, F), generator), torch.tensor([[0, 1, 0, 3, 2, 5], [0, 0, 2, 1, 4, 0]])
+    C = torch.nn.functional.one_hot(labels, 6).double()
+    assert relative_error(block(Z, targets=labels), block(Z, targets=C if axis == "classes" else C.mT)) <= 1e-12
+    labels[0, 2] = 3
+    with pytest.raises(xf.XentflowError, match="labels of entries that take part, got 1 of 12"):
+        block(Z, targets=labels)
+
+
 @pytest.mark.parametrize("heads", [None, 4])
 def test_the_attention_half_step_is_scaled_dot_product_attention(heads, generator):
     """pZθᵀ = SDPA(Zθ, Z, Z)θᵀ on the classes axis with the own role, and with a causal mask the causal one."""
@@ -220,6 +233,32 @@ class TestPadding:
             if length:
                 assert relative_error(out[sample, :length], block(Z[sample, :length])) <= 1e-12
             assert torch.equal(out[sample, length:], Z[sample, length:])
+
+    @pytest.mark.parametrize("kind", ["linear", "functional", "both", "own"])
+    def test_labels_of_padding_say_nothing(self, axis, heads, kind, generator):
+        """Where tokens own the distributions, and where they are the classes: then no label may name padding."""
+        S, longer, K, head = 5, 8, 4, () if heads is None else (heads,)
+        theta = normal((*head, K, F) if kind in ("linear", "functional") else (*head, F, F), generator, 0.5)
+        model = {
+            "linear": lambda: xf.Linear(theta),
+            "functional": lambda: xf.Functional(
+                lambda Z: (Z if heads is None else Z.unsqueeze(-3)) @ theta.mT, heads=heads
+            ),
+            "both": lambda: xf.Quadratic(theta),
+            "own": lambda: xf.Quadratic(theta, roles="own"),
+        }[kind]()
+        block = xf.derive(xf.CrossEntropy(axis), model, step=0.3)
+        Z, padding = normal((2, longer, F), generator), torch.arange(longer).expand(2, longer) < S
+        tokens_own = kind in ("both", "own") or axis == "classes"
+        among = K if kind in ("linear", "functional") and axis == "classes" else S
+        labels = torch.randint(among, (2, *head, longer if tokens_own else K), generator=generator)
+        alone = block(Z[:, :S], targets=labels[..., :S] if tokens_own else labels)
+        out = block(Z, targets=labels, padding=padding)
+        assert relative_error(out[:, :S], alone) <= 1e-12
+        assert torch.equal(out[:, S:], Z[:, S:])
+        if among == S:
+            with pytest.raises(xf.XentflowError, match="expected labels of entries that take part"):
+                block(Z, targets=labels.clone().fill_(S), padding=padding)
 
     def test_a_padding_mask_is_a_mask(self, axis, heads, generator):
         theta = normal((F, F) if heads is None else (heads, F, F), generator, 0.5)

@@ -113,6 +113,8 @@ class TestEveryPotential:
         assert torch.equal(loss.value(N, C.long()), loss.value(N, C))
         assert torch.equal(loss.value(N, C.bool()), loss.value(N, C))
         assert torch.equal(loss.targets(labels[0, 0], N), C[0, 0].expand(N.shape))
+        only = N.narrow(along(axis), 0, 1)
+        assert torch.equal(loss.value(only, 0 * labels), loss.value(only, torch.ones_like(only)))
 
     def test_masked_value_is_that_of_what_remains(self, problem, potential, axis, generator):
         loss, N, C = problem
@@ -132,7 +134,14 @@ class TestEveryPotential:
         unheeded = C.masked_fill(~mask, 0.5)
         assert torch.equal(loss.value(N, unheeded, mask), loss.value(N, C, mask))
         assert torch.equal(loss.residual(N, unheeded, mask), residual)
-        assert (loss.gap(N, C, mask) >= -1e-12).all()
+        gap = loss.gap(N, C, mask)
+        assert (gap >= -1e-12).all()
+        assert (gap[..., 0] == 0).all()
+        # One label a distribution, of an entry that is left; where none is left it says nothing.
+        labels = mask.long().argmax(dim)
+        kept = one_hot(labels, N.shape[dim], axis).masked_fill(~mask, 0)
+        assert torch.equal(loss.targets(labels, N, mask), kept)
+        assert torch.equal(loss.value(N, labels, mask), loss.value(N, kept, mask))
         N = N.clone().requires_grad_()
         (by_autograd,) = torch.autograd.grad(loss.value(N, C, mask).sum(), N)
         assert relative_error(residual, by_autograd) <= 1e-12

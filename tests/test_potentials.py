@@ -187,6 +187,7 @@ class PotentialConformance:
             p = p / p.sum(dim, keepdim=True).clamp_min(1e-300)
         plain = omega.value(N, mask) - (p * N).sum(dim)
         assert_close(omega.tilted(N, p, mask), plain, rtol=1e-12, atol=1e-12)
+        assert torch.equal(omega.tilted(N, p.masked_fill(~mask, 7.0), mask), omega.tilted(N, p, mask))
 
     def test_fully_masked_gives_zero_and_no_nan(self, omega, axis, generator):
         N = normal((4, 5), generator).requires_grad_()
@@ -363,6 +364,47 @@ def test_entmax_tends_to_logsumexp_as_alpha_falls_to_one(generator):
     N = normal((4, 5), generator)
     near = xf.Entmax("classes", alpha=1.001)
     assert relative_error(near.gradient(N), xf.LogSumExp("classes").gradient(N)) < 5e-3
+
+
+class Quartic(xf.Potential):
+    """Ω(N) = ¼ Σ N⁴: what a user's own potential inherits, and nothing more."""
+
+    curvature = math.inf
+
+    def value(self, N, mask=None):
+        return (N**4 / 4 if mask is None else (N**4 / 4).masked_fill(~mask, 0)).sum(self.dim)
+
+    def gradient(self, N, mask=None):
+        return N**3 if mask is None else (N**3).masked_fill(~mask, 0)
+
+    def conjugate(self, p):
+        return 0.75 * (p.abs() ** (4 / 3)).sum(self.dim)
+
+    def require_domain(self, name, p, mask=None):
+        pass
+
+
+@pytest.mark.parametrize("axis", ["sequence", "classes"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_potential_of_ones_own_has_an_energy_and_its_gradient(axis, masked, generator):
+    N, C, loss = normal((2, 4, 5), generator), normal((2, 4, 5), generator), xf.Objective(Quartic(axis))
+    mask = uniform(N.shape, generator) < 0.6 if masked else None
+    present = torch.ones_like(N) if mask is None else mask.double()
+    assert_close(loss.per_distribution(N, C, mask), ((N**4 / 4 - C * N) * present).sum(along(axis)))
+    assert_close(loss.residual(N, C, mask), (N**3 - C) * present)
+    if mask is None:
+        assert (loss.gap(N, C) >= 0).all()
+    Z, theta = normal((2, 4, 3), generator).requires_grad_(), normal((5, 3), generator)
+    (slope,) = torch.autograd.grad(loss.value(Z @ theta.T, C, mask).sum(), Z)
+    assert relative_error(xf.feature_gradient(loss, xf.Linear(theta), Z.detach(), C, mask).total, slope) <= 1e-12
+
+
+@pytest.mark.parametrize("name", POTENTIALS)
+@pytest.mark.parametrize("axis", ["sequence", "classes"])
+def test_targets_off_by_rounding_are_accepted(name, axis):
+    """What a softmax or a sigmoid in the same precision may have made."""
+    C = torch.tensor([[1 + 1e-10, -1e-10], [-1e-10, 1 + 1e-10]], dtype=torch.float64)
+    POTENTIALS[name](axis).require_domain("C", C)
 
 
 def test_every_potential_of_the_catalogue_has_a_conformance_test():
