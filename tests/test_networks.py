@@ -33,6 +33,8 @@ CHOICES = {
     "pre-norm": {"normalisation": "pre-norm"},
     "entmax": {"potential": "entmax"},
     "sigmoid": {"potential": "sigmoid"},
+    "separate": {"separate": True},
+    "separate-pre-norm": {"separate": True, "normalisation": "pre-norm"},
 }
 
 
@@ -81,6 +83,16 @@ def test_labels_enter_no_network_and_pre_norm_is_the_step_at_normalised_features
     Z = 3 * torch.randn(2, 4, 16)
     X = Z / Z.square().mean(-1, keepdim=True).sqrt()
     assert_close(block(Z) - Z, block.flow(X).velocity(X), rtol=1e-4, atol=1e-5)
+
+
+def test_a_target_term_may_have_a_theta_of_its_own_and_then_no_half_descends_an_energy():
+    shared, separate = Derivation(), Derivation(separate=True)
+    assert (shared.has_energies, separate.has_energies) == (True, False)
+    assert not Derivation(normalisation="pre-norm").has_energies
+    mix, sort = DerivedTransformer(IMAGES, SMALL, separate).stack.sequence()[:2]
+    assert mix.target_model is not mix.model
+    assert sort.target_model is not sort.model
+    assert mix.kind == sort.kind == "no common energy"
 
 
 def test_energies_are_each_halfs_own_before_and_after_its_step():

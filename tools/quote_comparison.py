@@ -1,6 +1,9 @@
-"""Take the records of a comparison into the documents: ``python tools/quote_comparison.py results/compare/records.json``.
+"""Take the records of a comparison into the documents.
 
-Writes ``docs/label-free.json``, the records without what no table shows, and the tables into ``docs/label-free.md``.
+    python tools/quote_comparison.py tiny results/compare/records.json
+
+writes ``docs/label-free-tiny.json``, the records without what no table shows, and the tables into
+``docs/label-free.md``, between the marks of that name.
 """
 
 import json
@@ -10,25 +13,29 @@ from pathlib import Path
 from xentflow.report.comparison import as_markdown
 
 DOCS = Path(__file__).parent.parent / "docs"
-BEGIN, END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
+SHOWN_DEPTH = ("derived seed 0", "transformer seed 0")
 
 
-def quoted(text, records):
-    """The document with the tables of these records."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return before + BEGIN + "\n" + as_markdown(records) + "\n" + END + after
+def quoted(page, name, records):
+    """The page with the tables of these records between the marks of that name."""
+    begin, end = (f"<!-- tables {name}: {word} -->\n" for word in ("begin", "end"))
+    before, found, rest = page.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise SystemExit(f"expected the marks {begin.strip()} and {end.strip()} in the page, got none")
+    return before + begin + "\n" + as_markdown(records) + "\n" + end + after
 
 
-def main(source):
+def main(name, source):
     records = json.loads(Path(source).read_text())
-    for name, run in records["runs"].items():
-        if name not in ("derived seed 0", "transformer seed 0"):
-            run["result"].pop("depth", None)
-    (DOCS / "label-free.json").write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n")
+    for run, record in records["runs"].items():
+        if run not in SHOWN_DEPTH:
+            record["result"].pop("depth", None)
     page = DOCS / "label-free.md"
-    page.write_text(quoted(page.read_text(), records))
+    text = quoted(page.read_text(), name, records)
+    (DOCS / f"label-free-{name}.json").write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n")
+    page.write_text(text)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -80,7 +80,8 @@ class Derivation:
 
     roles, printed, splitting, potential: of the mixing half; tied: one pair of halves, repeated; target: whether the
     mixing half has a learned C, or a uniform one that holds no information; normalisation: features on a sphere, free,
-    or the steps taken at normalised features and added to the others, as pre-norm does.
+    or the steps taken at normalised features and added to the others, as pre-norm does; separate: whether the target
+    term has a θ of its own, the paper's θ^(ℓ+½), in every half.
     """
 
     roles: Roles = "own"
@@ -90,6 +91,12 @@ class Derivation:
     splitting: SplittingName = "none"
     normalisation: Normalisation = "sphere"
     potential: PotentialName = "softmax"
+    separate: bool = False
+
+    @property
+    def has_energies(self) -> bool:
+        """Whether each half descends an energy of its own, which can be asked for."""
+        return self.normalisation != "pre-norm" and not self.separate
 
     @property
     def words(self) -> str:
@@ -190,15 +197,20 @@ class DerivedTransformer(nn.Module):
 
     def _mix(self) -> DerivedBlock:
         F, heads, S = self.shape.width, self.shape.heads, self.inputs.tokens
-        phi, psi = (_drawn(F, heads, F, F // heads) for _ in range(2))
         choice = self.derivation
+
+        def drawn() -> Quadratic:
+            phi, psi = (_drawn(F, heads, F, F // heads) for _ in range(2))
+            return Quadratic.from_factor(phi, choice.roles, psi)
+
         block = derive(
             Objective(_potential(choice.potential)),
-            Quadratic.from_factor(phi, choice.roles, psi),
+            drawn(),
             oracle=LearnedTargets(S, heads=heads) if choice.target else Uniform(),
             splitting=_splitting(choice.splitting),
             step=LearnedStep(1.0, heads=heads),
             constraint=self._constraint(),
+            target_model=drawn() if choice.separate else None,
             causal=self.inputs.causal,
             printed_form=choice.printed,
         )
@@ -206,14 +218,18 @@ class DerivedTransformer(nn.Module):
 
     def _sort(self) -> DerivedBlock:
         F, heads = self.shape.width, self.shape.width // 8
-        theta = _drawn(F, heads, LATENT, F)
+
+        def drawn() -> Linear:
+            return Linear(_drawn(F, heads, LATENT, F))
+
         block = derive(
             CrossEntropy("classes"),
-            Linear(theta),
+            drawn(),
             oracle=Learned(PerHead(F, self.shape.hidden, heads, LATENT)),
             splitting=_splitting(self.derivation.splitting),
             step=LearnedStep(1.0, heads=heads),
             constraint=self._constraint(),
+            target_model=drawn() if self.derivation.separate else None,
         )
         return self._normalised(block)
 
@@ -224,7 +240,7 @@ class DerivedTransformer(nn.Module):
         if self.derivation.normalisation != "pre-norm":
             return block
         parts = (block.objective, block.model, block.oracle, block.splitting, block.step, block.constraint)
-        return PreNorm(*parts, causal=block.causal, printed_form=block.printed_form)
+        return PreNorm(*parts, block.target_model, block.causal, block.printed_form)
 
 
 class Transformer(nn.Module):

@@ -60,10 +60,12 @@ def test_both_get_the_same_time_and_so_the_slower_fewer_steps(settings):
     by_name = {run.name: run.config for run in planned(settings, records)}
     assert by_name["derived seed 0"].steps == 100
     assert by_name["transformer seed 0"].steps == 200
+    assert by_name["short derived seed 1"].steps == 25
+    assert by_name["short transformer seed 1"].steps == 50
     assert by_name["shuffled derived seed 0"].shuffle_labels
     ablations = [by_name[name] for name in by_name if name.startswith("ablation")]
     assert len(ablations) == len(compare.ABLATIONS)
-    assert {run.steps for run in ablations} == {100}
+    assert {run.steps for run in ablations} == {25}
     assert by_name["ablation both roles, as printed seed 0"].printed
     assert by_name["ablation both roles, as printed seed 0"].roles == "both"
 

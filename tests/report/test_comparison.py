@@ -16,6 +16,7 @@ def run(task="fashion-mnist", network="derived", accuracy=0.9, loss=0.3, depth=N
         "result": {
             "parameters": 1234,
             "steps": 10,
+            "training": {"loss": loss, "accuracy": accuracy},
             "validation": {"loss": loss, "accuracy": accuracy},
             "test": {"accuracy": accuracy, "loss": loss},
             "depth": depth,
@@ -37,6 +38,9 @@ def records():
     runs["shuffled derived seed 0"] = run(accuracy=0.101)
     runs["recall derived seed 0"] = run("recall", accuracy=0.995)
     runs["text derived seed 0"], runs["text transformer seed 0"] = run("text", loss=1.02), run("text", loss=1.0)
+    for seed, accuracy in enumerate([0.90, 0.92]):
+        runs[f"short derived seed {seed}"] = run(accuracy=accuracy)
+        runs[f"short transformer seed {seed}"] = run(network="transformer", accuracy=accuracy - 0.2)
     runs["ablation Lie–Trotter seed 0"] = run(accuracy=0.9)
     of = {"compiled": True}
     timing = {"seconds": {"derived": 0.002, "transformer": 0.001}, "device": "cuda", "of": of}
@@ -60,10 +64,15 @@ def test_every_record_is_in_its_table():
     assert "10,000 and 20,000 steps" in text
     assert f"{statistics.fmean(FIRST):.4f} ± {statistics.stdev(FIRST):.4f}" in text
     assert f"{mean:+.4f}, 95 % interval {low:+.4f} to {high:+.4f} (Welch), which excludes zero" in text
-    assert "| derived | 1 | 0.1010 |" in text
+    assert "a loss of 2.3026" in text
+    assert "| derived | 1 | 0.3000 | 0.1010 |" in text
     assert "| derived | 1,234 | 10 | 0.9950 |" in text
     assert "Derived over transformer: +2.00%" in text
-    assert f"| Lie–Trotter | 1 | 1,234 | 0.9000 | {0.9 - statistics.fmean(FIRST):+.4f} |" in text
+    assert "a quarter of it" in text
+    assert "Derived minus transformer: +0.2000" in text
+    assert "10 steps at one learning rate" in text
+    assert f"| nothing | 2 | 1,234 | 0.9100 ± {statistics.stdev([0.90, 0.92]):.4f} |  |" in text
+    assert "| Lie–Trotter | 1 | 1,234 | 0.9000 | -0.0100 |" in text
     assert "| 1 | mix | 3.0000 | 2.5000 | 0.9876 |" in text
     assert "| 1 | 1.5000 | -0.5000 | 75% | +0.2500 | 0.0100 |" in text
 

@@ -3,7 +3,8 @@
 Every run is an ``xentflow train`` of its own, in a process of its own, and can be repeated from its record. First the
 time of a step is measured, both networks interleaved on an otherwise idle machine; the budget, in seconds of such
 steps, gives each its number of steps. Then the learning rate of each is chosen from one grid by validation accuracy, on
-a seed that is not judged. Then come, in this order: the judged seeds, the shuffled labels, recall and text, ablations.
+a seed that is not judged. Then come, in this order: the judged seeds, the same with a part of the steps, the shuffled
+labels, ablations, recall and text.
 
 ``records.json`` holds everything that is finished, and is written whole after each run. A run that stands there with
 the same settings is not done again; one that was cut short goes on from its checkpoint.
@@ -23,6 +24,7 @@ from typing import Any
 from rich.console import Console
 
 from xentflow.errors import XentflowError
+from xentflow.experiments.passes import one_thread
 from xentflow.experiments.stepping import seconds_per_step
 from xentflow.experiments.train import TrainConfig, checkpoint_settings
 from xentflow.records import report_console, require_writable, versions, write_whole
@@ -31,6 +33,8 @@ RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 SEQUENCE_RATES = (1e-3, 2e-3, 4e-3)
 TUNING_SEED = 1000
 SEQUENCE_STEPS = 4000
+SHORTER = 4
+"""The short runs take one in so many of the steps."""
 
 ABLATIONS: dict[str, dict[str, Any]] = {
     "both roles, exact": {"roles": "both"},
@@ -44,6 +48,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "pre-norm": {"normalisation": "pre-norm"},
     "entmax": {"potential": "entmax"},
     "sigmoid": {"potential": "sigmoid"},
+    "θ of its own for the target term": {"separate": True},
 }
 
 
@@ -93,7 +98,8 @@ def compare(config: TrainConfig, output: Path, console: Console) -> None:
     _write(output, records)
     timing = {"size": config.size, "patch": config.patch, "batch": config.batch, "compiled": config.compiled}
     if records.get("timing", {}).get("of") != timing:
-        seconds = seconds_per_step({name: replace(config, network=name, compare=False) for name in NETWORKS})
+        with one_thread():  # as the runs have
+            seconds = seconds_per_step({name: replace(config, network=name, compare=False) for name in NETWORKS})
         records["timing"] = {"of": timing, "seconds": seconds, "device": config.device}
         _write(output, records)
     Pool(config, output, console, records, deadline).work()
@@ -104,13 +110,12 @@ NETWORKS: tuple[Any, ...] = ("derived", "transformer")
 
 def planned(config: TrainConfig, records: Records) -> list[Run]:
     """Every run whose settings are known by now, the most important first."""
-    steps = {
-        name: max(1, int(config.budget / seconds)) for name, seconds in records["timing"]["seconds"].items()
-    }
+    steps = {name: max(1, int(config.budget / seconds)) for name, seconds in records["timing"]["seconds"].items()}
     plain = replace(config, compare=False)
+    shorter = {name: max(1, count // SHORTER) for name, count in steps.items()}
     runs = []
     for network in NETWORKS:
-        base = replace(plain, network=network, task=config.task, steps=max(1, steps[network] // 2), seed=TUNING_SEED)
+        base = replace(plain, network=network, task=config.task, steps=shorter[network], seed=TUNING_SEED)
         runs += [Run(f"tuning {network} {rate:g}", replace(base, learning_rate=rate)) for rate in RATES]
     rates = {network: _best(runs, records, network) for network in NETWORKS}
     if None in rates.values():
@@ -119,15 +124,16 @@ def planned(config: TrainConfig, records: Records) -> list[Run]:
         network: replace(plain, network=network, steps=steps[network], learning_rate=rates[network])
         for network in NETWORKS
     }
+    short = {network: replace(config, steps=shorter[network]) for network, config in judged.items()}
     for seed, network in product(range(config.seeds), NETWORKS):
         runs.append(Run(f"{network} seed {seed}", replace(judged[network], seed=seed)))
+    for seed, network in product(range(config.seeds), NETWORKS):
+        runs.append(Run(f"short {network} seed {seed}", replace(short[network], seed=seed)))
     for seed, network in product(range(config.ablation_seeds), NETWORKS):
-        shuffled = replace(judged[network], seed=seed, shuffle_labels=True, steps=max(1, steps[network] // 4))
-        runs.append(Run(f"shuffled {network} seed {seed}", shuffled))
-    runs += _sequences(config, plain, records)
+        runs.append(Run(f"shuffled {network} seed {seed}", replace(short[network], seed=seed, shuffle_labels=True)))
     for seed, (name, change) in product(range(config.ablation_seeds), ABLATIONS.items()):
-        runs.append(Run(f"ablation {name} seed {seed}", replace(judged["derived"], seed=seed, **change)))
-    return runs
+        runs.append(Run(f"ablation {name} seed {seed}", replace(short["derived"], seed=seed, **change)))
+    return runs + _sequences(config, plain, records)
 
 
 def _sequences(config: TrainConfig, plain: TrainConfig, records: Records) -> list[Run]:
@@ -171,9 +177,7 @@ def finished(run: Run, records: Records) -> dict[str, Any] | None:
 class Pool:
     """Processes, at most ``workers`` at once, each with one run."""
 
-    def __init__(
-        self, config: TrainConfig, output: Path, console: Console, records: Records, deadline: float
-    ) -> None:
+    def __init__(self, config: TrainConfig, output: Path, console: Console, records: Records, deadline: float) -> None:
         self._config, self._output, self._console = config, output, console
         self._records, self._deadline = records, deadline
         self._running: dict[str, tuple[Run, subprocess.Popen[bytes], float]] = {}

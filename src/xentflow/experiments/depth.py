@@ -39,7 +39,7 @@ def through_depth(network: nn.Module, task: Task) -> dict[str, Any] | None:
         "readout": [_figures(layer, asked) for layer in met.layers],
         "readout_energy_at_start": float(readout_energy(Z).detach().mean()) / asked,
     }
-    if isinstance(network, DerivedTransformer) and network.derivation.normalisation != "pre-norm":
+    if isinstance(network, DerivedTransformer) and network.derivation.has_energies:
         found["own_energy"] = energies(network, x).tolist()
         found["own_cosine"] = _own(network, Z)
     network.train()

@@ -8,6 +8,8 @@ from typing import Any
 Records = Mapping[str, Any]
 Found = Mapping[str, Any]
 
+NETWORKS = ("derived", "transformer")
+
 
 def as_markdown(records: Records) -> str:
     """Every table, for ``comparison.md`` and for the document that quotes them."""
@@ -15,9 +17,10 @@ def as_markdown(records: Records) -> str:
         _heading(records),
         _tuning(records),
         _judged(records),
+        _judged(records, short=True),
         _shuffled(records),
-        _sequences(records),
         _ablations(records),
+        _sequences(records),
         _depth(records),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -65,32 +68,32 @@ def _tuning(records: Records) -> str:
     return _table("Learning rates", heading, rows) if rows else ""
 
 
-def _judged(records: Records) -> str:
-    rows, accuracies = [], {}
-    for network in ("derived", "transformer"):
-        found = _seeds(records, f"{network} seed ")
-        if not found:
+def _judged(records: Records, short: bool = False) -> str:
+    prefix, rows, accuracies = "short " if short else "", [], {}
+    for network in NETWORKS:
+        found = _seeds(records, f"{prefix}{network} seed ")
+        if len(found) < 2:
             return ""
-        accuracies[network] = [result["test"]["accuracy"] for result in found]
-        steps, rate = found[0]["steps"], _setting(records, f"{network} seed 0", "learning_rate")
+        accuracies[network] = _accuracies(found)
         rows.append(
             (
                 network,
                 f"{found[0]['parameters']:,}",
-                f"{steps:,}",
-                f"{rate:g}",
-                _spread(accuracies[network], 4),
+                f"{found[0]['steps']:,}",
+                f"{_setting(records, f'{prefix}{network} seed 0', 'learning_rate'):g}",
+                _spread([result["training"]["loss"] for result in found], 4),
                 _spread([result["test"]["loss"] for result in found], 4),
+                _spread(accuracies[network], 4),
                 ", ".join(f"{accuracy:.4f}" for accuracy in accuracies[network]),
             )
         )
-    heading = ("network", "parameters", "steps", "learning rate", "test accuracy", "test loss", "seeds")
-    text = _table("Fashion-MNIST, equal parameters and equal time", heading, rows)
-    if min(map(len, accuracies.values())) < 2:
-        return text
+    heading = (
+        "network", "parameters", "steps", "learning rate", "training loss", "test loss", "test accuracy", "its seeds",
+    )  # fmt: skip
+    title = "Fashion-MNIST, equal parameters and equal time" + (", a quarter of it" if short else "")
     mean, low, high = difference(accuracies["derived"], accuracies["transformer"])
     verdict = "excludes" if low > 0 or high < 0 else "includes"
-    return text + (
+    return _table(title, heading, rows) + (
         f"\n\nDerived minus transformer: {mean:+.4f}, 95 % interval {low:+.4f} to {high:+.4f} (Welch), which {verdict} "
         "zero."
     )
@@ -98,12 +101,13 @@ def _judged(records: Records) -> str:
 
 def _shuffled(records: Records) -> str:
     rows = []
-    for network in ("derived", "transformer"):
+    for network in NETWORKS:
         found = _seeds(records, f"shuffled {network} seed ")
         if found:
-            accuracies = [result["test"]["accuracy"] for result in found]
-            rows.append((network, str(len(found)), _spread(accuracies, 4)))
-    return _table("Trained on shuffled labels; chance is 0.1", ("network", "seeds", "test accuracy"), rows)
+            losses = [result["test"]["loss"] for result in found]
+            rows.append((network, str(len(found)), _spread(losses, 4), _spread(_accuracies(found), 4)))
+    title = f"Trained on shuffled labels; chance is an accuracy of 0.1 and a loss of {math.log(10):.4f}"
+    return _table(title, ("network", "seeds", "test loss", "test accuracy"), rows)
 
 
 def _sequences(records: Records) -> str:
@@ -113,7 +117,7 @@ def _sequences(records: Records) -> str:
         ("text", "loss", "The next character: nats each"),
     ):
         rows, means = [], {}
-        for network in ("derived", "transformer"):
+        for network in NETWORKS:
             found = _seeds(records, f"{task} {network} seed ")
             if found:
                 values = [result["test"][quantity] for result in found]
@@ -128,18 +132,22 @@ def _sequences(records: Records) -> str:
 
 def _ablations(records: Records) -> str:
     names = list(dict.fromkeys(_ablation(name) for name in records["runs"] if name.startswith("ablation ")))
-    base = _seeds(records, "derived seed ")
+    base = _seeds(records, "short derived seed ")
     if not names or not base:
         return ""
-    accuracies = [result["test"]["accuracy"] for result in base]
-    rows = [("as derived", str(len(base)), f"{base[0]['parameters']:,}", _spread(accuracies, 4), "")]
+    mean = statistics.fmean(_accuracies(base))
+    rows = [("nothing", str(len(base)), f"{base[0]['parameters']:,}", _spread(_accuracies(base), 4), "")]
     for name in names:
         found = _seeds(records, f"ablation {name} seed ")
-        values = [result["test"]["accuracy"] for result in found]
-        change = statistics.fmean(values) - statistics.fmean(accuracies)
-        rows.append((name, str(len(found)), f"{found[0]['parameters']:,}", _spread(values, 4), f"{change:+.4f}"))
+        values = _accuracies(found)
+        change = f"{statistics.fmean(values) - mean:+.4f}"
+        rows.append((name, str(len(found)), f"{found[0]['parameters']:,}", _spread(values, 4), change))
     heading = ("what is changed", "seeds", "parameters", "test accuracy", "change")
-    return _table("Ablations: the derived network, the same steps and learning rate", heading, rows)
+    return _table(f"Ablations: the derived network, {base[0]['steps']:,} steps at one learning rate", heading, rows)
+
+
+def _accuracies(results: Sequence[Found]) -> list[float]:
+    return [result["test"]["accuracy"] for result in results]
 
 
 def _depth(records: Records) -> str:
@@ -154,7 +162,7 @@ def _depth(records: Records) -> str:
         ]
         heading = ("layer", "half", "own ℓ before", "after", "cosine with its own flow")
         parts.append(_table("Each half's own energy, per token, seed 0", heading, rows))
-    for network in ("derived", "transformer"):
+    for network in NETWORKS:
         depth = _of_seed_0(records, network)
         if depth:
             energy, rows = depth["readout_energy_at_start"], []
