@@ -277,7 +277,7 @@ def checkpoint_settings(config: TrainConfig) -> dict[str, Any]:
 def _energy(trainer: Trainer) -> float | None:
     """How much a half of the derived transformer lowers its own ℓ, per token: the mean over halves."""
     network = trainer.network
-    if not isinstance(network, DerivedTransformer) or network.derivation.normalisation == "pre-norm":
+    if not isinstance(network, DerivedTransformer) or not network.derivation.has_energies:
         return None
     x, _ = next(trainer.task.held_out("validation"))
     with gathered(network):
