@@ -92,7 +92,7 @@ def test_a_target_term_may_have_a_theta_of_its_own_and_then_no_half_descends_an_
     mix, sort = DerivedTransformer(IMAGES, SMALL, separate).stack.sequence()[:2]
     assert mix.target_model is not mix.model
     assert sort.target_model is not sort.model
-    assert mix.kind == sort.kind == "no common energy"
+    assert (mix.kind, sort.kind) == ("game", "no common energy")
 
 
 def test_energies_are_each_halfs_own_before_and_after_its_step():
