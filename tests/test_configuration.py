@@ -73,6 +73,7 @@ class TestEveryPartThatIsData:
             lambda: xf.SelfPrediction(hard=True),
             lambda: xf.Uniform(),
             lambda: xf.LearnedTargets(S),
+            lambda: xf.LearnedTargets(S, relative=True),
             lambda: xf.Shift(-2),
             lambda: xf.Band(2),
         ],

@@ -189,6 +189,18 @@ class TestPositions:
         assert oracle.logits.grad.abs().min() > 0
         assert xf.LearnedTargets(2, 3).logits.shape == (2, 3)
 
+    def test_relative_logits_are_a_function_of_the_distance(self):
+        oracle = xf.LearnedTargets(3, 4, heads=2, relative=True).double()
+        with torch.no_grad():
+            oracle.logits.copy_(torch.arange(12.0).view(2, 6).sin())
+        C = oracle(torch.zeros(5, 3, 2).double(), torch.zeros(5, 2, 3, 4).double(), "classes")
+        assert oracle.logits.shape == (2, 6)
+        for head in range(2):
+            wanted = [[oracle.logits[head, k - s + 2].item() for k in range(4)] for s in range(3)]
+            assert_close(C[3, head], torch.softmax(torch.tensor(wanted, dtype=torch.float64), -1))
+        C.square().sum().backward()
+        assert oracle.logits.grad.any()
+
     def test_under_a_mask_weight_moves_to_what_is_left(self, generator):
         N, Z = normal((S, S), generator), normal((S, F), generator)
         padding = torch.tensor([True, True, True, False, False])

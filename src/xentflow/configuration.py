@@ -39,7 +39,7 @@ _ORACLES: dict[str, tuple[type[Oracle], tuple[str, ...]]] = {
     "Given": (Given, ()),
     "SelfPrediction": (SelfPrediction, ("temperature", "hard")),
     "Uniform": (Uniform, ()),
-    "LearnedTargets": (LearnedTargets, ("rows", "columns", "heads")),
+    "LearnedTargets": (LearnedTargets, ("rows", "columns", "heads", "relative")),
     "Shift": (Shift, ("offset",)),
     "Band": (Band, ("width",)),
     "NearestNeighbours": (NearestNeighbours, ("k",)),

@@ -1,7 +1,7 @@
 """Derived transformers: an embedding, blocks that alternate two energies, and a read-out through the last one's θ.
 
     Z⁽⁰⁾   = place(embedding + positions)
-    depth × [ mix:    tokens against tokens,  N = Zφψᵀ Zᵀ,   C a learned matrix of positions, or uniform
+    depth × [ mix:    tokens against tokens,  N = Zφψᵀ Zᵀ,   C learned for pairs of places, or for distances, or uniform
               sort:   tokens against classes, N = Zθᵀ,       C = softmax(MLP(Z)), latent classes of several heads ]
     decide:  N = Zθᵀ + b over the true classes, C = softmax(MLP(Z));  logits = θ of the decided features
 
@@ -206,7 +206,7 @@ class DerivedTransformer(nn.Module):
         block = derive(
             Objective(_potential(choice.potential)),
             drawn(),
-            oracle=LearnedTargets(S, heads=heads) if choice.target else Uniform(),
+            oracle=LearnedTargets(S, heads=heads, relative=self.inputs.causal) if choice.target else Uniform(),
             splitting=_splitting(choice.splitting),
             step=LearnedStep(1.0, heads=heads),
             constraint=self._constraint(),

@@ -142,34 +142,38 @@ class Learned(Oracle):
 class LearnedTargets(Oracle):
     """C = softmax of a free matrix of logits ``(S, K)``, the same for every sample; for self-attention (S, S).
 
-    heads: H, where each head has a matrix of its own.
+    heads: H, where each head has a matrix of its own; relative: one logit for each distance k − s, S + K − 1 of them,
+    instead of one for each pair.
     """
 
     uses_labels: ClassVar[bool] = False
     sees: ClassVar[str] = "nothing but what training has taught it"
 
-    def __init__(self, rows: int, columns: int | None = None, heads: int | None = None) -> None:
+    def __init__(self, rows: int, columns: int | None = None, heads: int | None = None, relative: bool = False) -> None:
         super().__init__()
         columns = rows if columns is None else columns
         shape = (rows, columns) if heads is None else (heads, rows, columns)
         if not all(isinstance(size, int) and size > 0 for size in shape):
             came = " and ".join(repr(size) for size in shape)
             raise XentflowError(f"LearnedTargets: expected positive whole numbers, got {came}")
-        self.rows, self.columns, self.heads = rows, columns, heads
-        self.logits = nn.Parameter(torch.zeros(shape))
+        self.rows, self.columns, self.heads, self.relative = rows, columns, heads, relative
+        self.logits = nn.Parameter(torch.zeros((*shape[:-2], rows + columns - 1) if relative else shape))
 
     def extra_repr(self) -> str:
-        return f"{self.rows}, {self.columns}" + ("" if self.heads is None else f", heads={self.heads}")
+        heads = "" if self.heads is None else f", heads={self.heads}"
+        return f"{self.rows}, {self.columns}{heads}" + (", relative=True" if self.relative else "")
 
     def forward(
         self, Z: Features, N: Logits, axis: Axis, mask: Mask | None = None, given: Tensor | None = None
     ) -> Tensor:
         self._refuse(given)
-        if self.logits.shape != N.shape[-self.logits.ndim :]:
+        # The window that begins at the last row's first distance is the last row.
+        logits = self.logits.unfold(-1, self.columns, 1).flip(-2) if self.relative else self.logits
+        if logits.shape != N.shape[-logits.ndim :]:
             raise XentflowError(
-                f"LearnedTargets: expected logits of size {tuple(self.logits.shape)}, got {tuple(N.shape[-2:])}"
+                f"LearnedTargets: expected logits of size {tuple(logits.shape)}, got {tuple(N.shape[-2:])}"
             )
-        return _distributed(self.logits.to(N.dtype).expand(N.shape), dimension(axis), mask)
+        return _distributed(logits.to(N.dtype).expand(N.shape), dimension(axis), mask)
 
 
 class Shift(Oracle):
