@@ -30,9 +30,8 @@ from xentflow.experiments.train import TrainConfig, checkpoint_settings
 from xentflow.records import report_console, require_writable, versions, write_whole
 
 RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
-SEQUENCE_RATES = (1e-3, 2e-3, 4e-3)
 TUNING_SEED = 1000
-SEQUENCE_STEPS = 4000
+SEQUENCE_STEPS = 2000
 SHORTER = 4
 """The short runs take one in so many of the steps."""
 
@@ -137,19 +136,20 @@ def planned(config: TrainConfig, records: Records) -> list[Run]:
 
 
 def _sequences(config: TrainConfig, plain: TrainConfig, records: Records) -> list[Run]:
-    """Recall, and the text if there is one: equal steps for both networks."""
+    """Recall, and the text if there is one: equal steps for both networks, half of them to choose the rate."""
     runs = []
-    for task in ("recall", *(("text",) if config.text is not None else ())):
-        shown = replace(plain, task=task, size="tiny", batch=64, steps=min(SEQUENCE_STEPS, 40 * plain.steps))  # type: ignore[arg-type]
-        for network in NETWORKS:
-            base = replace(shown, network=network, seed=TUNING_SEED)
-            tuning = [Run(f"tuning {task} {network} {r:g}", replace(base, learning_rate=r)) for r in SEQUENCE_RATES]
-            runs += tuning
-            rate = _best(tuning, records, network)
-            if rate is not None:
-                chosen = replace(base, learning_rate=rate)
-                seeds = range(config.ablation_seeds)
-                runs += [Run(f"{task} {network} seed {seed}", replace(chosen, seed=seed)) for seed in seeds]
+    tasks: tuple[Any, ...] = ("recall",) if config.text is None else ("recall", "text")
+    for task, network in product(tasks, NETWORKS):
+        shown = replace(plain, task=task, network=network, size="tiny", batch=64, steps=SEQUENCE_STEPS)
+        base = replace(shown, steps=SEQUENCE_STEPS // 2, seed=TUNING_SEED)
+        tuning = [Run(f"tuning {task} {network} {rate:g}", replace(base, learning_rate=rate)) for rate in RATES]
+        runs += tuning
+        rate = _best(tuning, records, network)
+        if rate is not None:
+            seeds = range(config.ablation_seeds)
+            runs += [
+                Run(f"{task} {network} seed {seed}", replace(shown, learning_rate=rate, seed=seed)) for seed in seeds
+            ]
     return runs
 
 
