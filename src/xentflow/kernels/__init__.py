@@ -1,11 +1,11 @@
-"""Attention terms, ℓ and its gradients in memory linear in S and K: the plain forms, and faster ways to the same numbers.
+"""Attention terms, ℓ and its gradients in memory linear in S and K: plain forms, and faster ways to the same numbers.
 
 ============= ======================================================= =====================================
 backend       what                                                    where
 ============= ======================================================= =====================================
 ``reference`` the plain forms, S×K logits and all                     anywhere; in ``torch.func`` always
 ``chunked``   matrix products on tiles, public operations only        any device, masks, second derivatives
-``fused``     torch's own attention kernel with its log-sum-exp       float masks by key, F up to 512
+``fused``     torch's own attention kernel with its log-sum-exp       no dense mask, values as wide as keys
 ``auto``      the first where logits are few, else the fastest
 ============= ======================================================= =====================================
 """

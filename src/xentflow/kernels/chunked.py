@@ -1,246 +1,200 @@
-"""Softmax attention and its gradients tile by tile, from torch's public operations: memory linear in S and K.
+"""Softmax attention both ways and its gradients, block of rows by block, from torch's public operations.
 
-Everything but one exponential is a matrix product on augmented matrices. With a running reference m_i of each row,
+With e = exp(N − m) of a block of rows, m the maximum and t = Σ_j e_j the normaliser of each row,
 
-    [q, 1, −m] [k, b, 1]ᵀ = N − m        exp(N − m) [v, 1] = [Σ_j e_j v_j, Σ_j e_j]
+    pv = (e v) / t        pᵀu += eᵀ(u / t)        R = m + log t.
 
-so bias, reference and normaliser cost no pass over the tile of their own. m is the row's maximum over the first tile,
-which leaves room for others e⁸⁰ times larger; in the rare block of rows where that overflows, m follows the maximum from
-tile to tile and what was summed before is rescaled. In the same way, with D as in ``reference``,
+The block's e is kept until all of it is known, and the division goes to the thinner factor: one product for N, and one
+for each of what is asked for. For upstream gradients Ġ of pv, Ḣ of pᵀu and Ṙ, with ṗ = Ġvᵀ + uḢᵀ,
 
-    [q, 1, −R] [k, b, 1]ᵀ = N − R        [Ȯ, −D] [v, 1]ᵀ = Ȯvᵀ − D.
+    ∂N = p ∘ (ṗ − Σ_j p_j ṗ_j + Ṙ)    ∂a = ∂N c    ∂c = ∂Nᵀa    ∂v = pᵀĠ    ∂u = pḢ    ∂b = ∂Nᵀ1.
 """
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from xentflow.axes import holds
-from xentflow.kernels.tiles import TILE, Tiling, spans
+from xentflow.kernels.matmul import nn, nt, tn
+from xentflow.kernels.tiles import Tiling, spans, widened
+
+LOG2E = 1 / math.log(2)
 
 
-def widened(X: Tensor) -> Tensor:
-    """Half precision in float32, in which tiles are computed."""
-    return X.float() if X.dtype in (torch.float16, torch.bfloat16) else X
+class Found(NamedTuple):
+    """pv ``(n, S, G)``, pᵀu ``(n, K, H)`` and R ``(n, S)``; None where no values were given."""
+
+    own: Tensor | None
+    other: Tensor | None
+    R: Tensor
 
 
-class Columns:
-    """A scratch copy of a piece of a matrix with further columns beside it."""
+class Gradients(NamedTuple):
+    """∂a, ∂c, ∂u, ∂v and ∂b, each like its operand; None where there was none."""
 
-    def __init__(self, like: Tensor, rows: int, *constants: float) -> None:
-        width = like.shape[-1]
-        self.width = width
-        self.scratch = torch.empty(rows, width + len(constants), dtype=widened(like[:0]).dtype, device=like.device)
-        for offset, constant in enumerate(constants):
-            self.scratch[:, width + offset] = constant
-
-    def of(self, X: Tensor, *columns: Tensor | None) -> Tensor:
-        """X and its further columns; None leaves the constant."""
-        piece = self.scratch[: X.shape[0]]
-        piece[:, : self.width] = X
-        for offset, column in enumerate(columns):
-            if column is not None:
-                piece[:, self.width + offset] = column
-        return piece
+    a: Tensor
+    c: Tensor
+    u: Tensor | None
+    v: Tensor | None
+    b: Tensor | None
 
 
-def left_out(mask: Tensor | None, causal: bool, rows: slice, columns: slice, device: torch.device) -> Tensor | None:
-    """Which entries of a tile take no part; None where all do."""
-    out = None if mask is None else ~mask[rows, columns]
-    if causal and columns.stop - 1 > rows.start:
-        places = torch.arange(rows.start, rows.stop, device=device)[:, None]
-        later = torch.arange(columns.start, columns.stop, device=device)[None] > places
-        out = later if out is None else out | later
-    return out
+class Exponentials(NamedTuple):
+    """e = exp(N − m) of a block in tiles, m and t, and 1/t, zero for rows without entries."""
 
-
-class RunningSoftmax:
-    """The reference m and the sums of a block of rows, tile after tile.
-
-    q: ``(r, F)``; sums: ``(r, G + 1)``, which gathers exp(N − m)[v, 1]; careful: whether m follows the maximum beyond
-    the first tile.
-    """
-
-    def __init__(self, queries: Columns, q: Tensor, sums: Tensor, careful: bool) -> None:
-        self.queries = queries.of(q)
-        self.queries[:, -1] = 0
-        self.sums = sums
-        self.careful = careful
-        self.started = False
-
-    @property
-    def reference(self) -> Tensor:
-        """m, by which the sums are relative."""
-        return -self.queries[:, -1]
-
-    @property
-    def overflowed(self) -> bool:
-        """Whether the block has to be done again, carefully."""
-        return not (self.careful or holds(self.sums.isfinite()))
-
-    def exponents(self, keys: Tensor, out: Tensor, absent: Tensor | None) -> Tensor | None:
-        """N − m of a tile into ``out``; returns by how much m rose for it, where it did."""
-        torch.mm(self.queries, keys.mT, out=out)
-        if absent is not None:
-            out.masked_fill_(absent, -torch.inf)
-        if self.started and not self.careful:
-            return None
-        rise = out.amax(-1)
-        # A row with nothing in it yet keeps its reference.
-        rise.masked_fill_(rise == -torch.inf, 0)
-        if self.started:
-            rise.clamp_min_(0)
-            self.sums.mul_(torch.exp(-rise).unsqueeze(-1))
-        out.sub_(rise.unsqueeze(-1))
-        self.queries[:, -1] -= rise
-        return rise
-
-    def add(self, e: Tensor, values: Tensor) -> None:
-        """e[v, 1] joins the sums."""
-        torch.addmm(self.sums, e, values, beta=1 if self.started else 0, out=self.sums)
-        self.started = True
+    tiles: list[tuple[slice, Tensor]]
+    m: Tensor
+    total: Tensor
+    inverse: Tensor
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, mask: Tensor | None = None, causal: bool = False
-) -> tuple[Tensor, Tensor]:
-    """O ``(n, S, G)`` and R ``(n, S)`` of ``reference.attend``, for q ``(n, S, F)`` and k, v, bias, mask alike."""
-    n, S, _ = q.shape
-    K, G = v.shape[-2:]
-    wide = widened(q[:0]).dtype
-    O, R = q.new_empty(n, S, G), q.new_empty(n, S, dtype=wide)
-    if S * K <= TILE:
-        for a, b in spans(n, max(1, TILE // (S * K))):
-            O[a:b], R[a:b] = _attend_whole(q[a:b], k[a:b], v[a:b], *_part(slice(a, b), bias, mask), causal)
-        return O, R
+    a: Tensor,
+    c: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    causal: bool = False,
+) -> Found:
+    """For a ``(n, S, F)``, c ``(n, K, F)``, u ``(n, S, H)``, v ``(n, K, G)``, bias ``(n, K)``, mask ``(n, S, K)``."""
+    n, S, _ = a.shape
+    K = c.shape[-2]
+    dtype = a.dtype
+    a, c, u, v, bias = _widened(a, c, u, v, bias)
+    own = None if v is None else a.new_empty(n, S, v.shape[-1], dtype=dtype)
+    other = None if u is None else a.new_zeros(n, K, u.shape[-1])
+    R = a.new_empty(n, S)
     tiling = Tiling.of(S, K)
-    e = torch.empty(tiling.rows * tiling.columns, dtype=wide, device=q.device)
-    queries = Columns(q[0], tiling.rows, 1.0, 0.0)
-    keys, values = Columns(k[0], tiling.columns, 0.0, 1.0), Columns(v[0], tiling.columns, 1.0)
-    sums = torch.empty(tiling.rows, G + 1, dtype=wide, device=q.device)
-
-    def block(index: int, rows: slice, careful: bool) -> RunningSoftmax:
-        b_of, m_of = _part(index, bias, mask)
-        running = RunningSoftmax(queries, q[index, rows], sums[: rows.stop - rows.start], careful)
-        for begin, end in spans(K, tiling.columns):
-            if causal and begin >= rows.stop:
-                break
-            columns = slice(begin, end)
-            tile = e[: (rows.stop - rows.start) * (end - begin)].view(-1, end - begin)
-            k_of = keys.of(k[index, columns], None if b_of is None else b_of[columns])
-            running.exponents(k_of, tile, left_out(m_of, causal, rows, columns, q.device))
-            running.add(tile.exp_(), values.of(v[index, columns]))
-        return running
-
-    for index in range(n):
-        for start, stop in spans(S, tiling.rows):
-            rows = slice(start, stop)
-            running = block(index, rows, careful=False)
-            if running.overflowed:
-                running = block(index, rows, careful=True)
-            total = running.sums[:, G:]
-            O[index, rows] = running.sums[:, :G] / total.masked_fill(total == 0, 1)
-            R[index, rows] = running.reference + total.squeeze(-1).log()
-    return O, R
+    for at in tiling.blocks(n, S):
+        block = _exponentials(a[at], c[at[0]], *_seen(at, bias, mask), causal, at[1].start, tiling)
+        samples, _ = at
+        if own is not None and v is not None:
+            own[at] = _gathered(block, v[samples]).mul_(block.inverse)
+        if other is not None and u is not None:
+            weighted = u[at] * block.inverse
+            for columns, e in block.tiles:
+                other[samples, columns] += tn(e, weighted)
+        R[at] = (block.m + block.total.log()).squeeze(-1)
+    return Found(own, None if other is None else other.to(dtype), R)
 
 
 def attend_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    a: Tensor,
+    c: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
     bias: Tensor | None,
     mask: Tensor | None,
     causal: bool,
-    O: Tensor,
-    R: Tensor,
-    grad_O: Tensor,
+    grad_own: Tensor | None,
+    grad_other: Tensor | None,
     grad_R: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """∂q, ∂k, ∂v ``like q, k, v`` and ∂b ``(n, K)``, from O and R of the forward pass."""
-    n, S, F = q.shape
-    K = k.shape[-2]
-    wide = R.dtype
-    D = (grad_O.to(wide) * O.to(wide)).sum(-1) - grad_R
-    # A row without any entry has p = 0: exp(N − ∞).
-    R = R.masked_fill(R == -torch.inf, torch.inf)
-    if S * K <= TILE:
-        parts = []
-        for a, b in spans(n, max(1, TILE // (S * K))):
-            piece = slice(a, b)
-            inputs = (q[piece], k[piece], v[piece], *_part(piece, bias, mask), causal)
-            parts.append(_backward_whole(*inputs, R[piece], D[piece], grad_O[piece]))
-        dq, dk, dv, db = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), db
-    dq, dk, dv = (torch.zeros(X.shape, dtype=wide, device=X.device) for X in (q, k, v))
-    db = torch.zeros(n, K, dtype=wide, device=q.device)
+) -> Gradients:
+    """The gradients of everything ``attend`` takes."""
+    n, S, _ = a.shape
+    K = c.shape[-2]
+    came = a.dtype
+    a, c, u, v, bias = _widened(a, c, u, v, bias)
+    _, _, grad_other, grad_own, _ = _widened(a, c, grad_other, grad_own, None)
+    da, dc = torch.empty_like(a), torch.zeros_like(c)
+    du, dv = (None if X is None else torch.zeros_like(X) for X in (u, v))
+    db = None if bias is None else torch.zeros_like(bias)
     tiling = Tiling.of(S, K)
-    scratch = torch.empty(2, tiling.rows * tiling.columns, dtype=wide, device=q.device)
-    queries, gradients = Columns(q[0], tiling.rows, 1.0, 0.0), Columns(grad_O[0], tiling.rows, 0.0)
-    keys, values = Columns(k[0], tiling.columns, 0.0, 1.0), Columns(v[0], tiling.columns, 1.0)
-    for index in range(n):
-        b_of, m_of = _part(index, bias, mask)
-        for start, stop in spans(S, tiling.rows):
-            rows = slice(start, stop)
-            q_of = queries.of(q[index, rows], None, -R[index, rows])
-            g_of = gradients.of(grad_O[index, rows], -D[index, rows])
-            for begin, end in spans(K, tiling.columns):
-                if causal and begin >= stop:
-                    break
-                columns = slice(begin, end)
-                p, dN = (piece[: (stop - start) * (end - begin)].view(stop - start, -1) for piece in scratch)
-                k_of = keys.of(k[index, columns], None if b_of is None else b_of[columns])
-                v_of = values.of(v[index, columns])
-                torch.mm(q_of, k_of.mT, out=p)
-                absent = left_out(m_of, causal, rows, columns, q.device)
-                if absent is not None:
-                    p.masked_fill_(absent, -torch.inf)
-                p.exp_()
-                torch.mm(g_of, v_of.mT, out=dN)
-                dN.mul_(p)
-                dv[index, columns].addmm_(p.mT, g_of[:, :-1])
-                dq[index, rows].addmm_(dN, k_of[:, :F])
-                dk[index, columns].addmm_(dN.mT, q_of[:, :F])
-                db[index, columns] += dN.sum(0)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), db
+    for at in tiling.blocks(n, S):
+        samples, _ = at
+        block = _exponentials(a[at], c[samples], *_seen(at, bias, mask), causal, at[1].start, tiling)
+        left = _beside(None if grad_own is None else grad_own[at], None if u is None else u[at])
+        products, mean = [], torch.zeros_like(block.m)
+        for columns, e in block.tiles:
+            right = _beside(*(None if X is None else X[samples, columns] for X in (v, grad_other)))
+            product = nt(left, right)
+            mean += (e * product).sum(-1, keepdim=True)
+            products.append(product)
+        shift = (grad_R[at].unsqueeze(-1) - mean * block.inverse).masked_fill(block.total == 0, 0)
+        scaled, pulled = a[at] * block.inverse, None
+        of_own = None if grad_own is None else grad_own[at] * block.inverse
+        for (columns, e), product in zip(block.tiles, products, strict=True):
+            dN = product.add_(shift).mul_(e)
+            part = nn(dN, c[samples, columns])
+            pulled = part if pulled is None else pulled.add_(part)
+            dc[samples, columns] += tn(dN, scaled)
+            if db is not None:
+                # A sum, not a product with a vector: it adds in pairs and keeps more digits.
+                db[samples, columns] += (dN * block.inverse).sum(-2)
+            if dv is not None and of_own is not None:
+                dv[samples, columns] += tn(e, of_own)
+        assert pulled is not None
+        da[at] = pulled.mul_(block.inverse)
+        if du is not None and grad_other is not None:
+            du[at] = _gathered(block, grad_other[samples]).mul_(block.inverse)
+    return Gradients(*(None if X is None else X.to(came) for X in (da, dc, du, dv, db)))  # type: ignore[arg-type]
 
 
-def _attend_whole(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Samples whose logits fit a tile together."""
-    q, k, v = widened(q), widened(k), widened(v)
-    e = _exponents(q, k, bias, mask, causal)
-    reference = e.amax(-1, keepdim=True)
-    reference.masked_fill_(reference == -torch.inf, 0)
-    e = e.sub_(reference).exp_()
-    total = e.sum(-1, keepdim=True)
-    O = (e @ v).div_(total.masked_fill(total == 0, 1))
-    return O, (reference + total.log()).squeeze(-1)
+def tiles_of_logits(
+    a: Tensor, c: Tensor, bias: Tensor | None, mask: Tensor | None, causal: bool, start: int, tiling: Tiling
+) -> Iterator[tuple[slice, Tensor]]:
+    """N of a block whose first row is ``start``, tile by tile, −∞ where an entry is left out."""
+    rows, K = a.shape[-2], c.shape[-2]
+    for begin, end in spans(K, tiling.columns):
+        if causal and begin >= start + rows:
+            break
+        columns = slice(begin, end)
+        N = nt(a, c[:, columns], None if bias is None else bias[:, columns])
+        if mask is not None:
+            N.masked_fill_(~mask[..., columns], -torch.inf)
+        if causal and end - 1 > start:
+            places = torch.arange(start, start + rows, device=a.device)[:, None]
+            N.masked_fill_(torch.arange(begin, end, device=a.device) > places, -torch.inf)
+        yield columns, N
 
 
-def _backward_whole(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    causal: bool,
-    R: Tensor,
-    D: Tensor,
-    grad_O: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q, k, v, grad_O = widened(q), widened(k), widened(v), widened(grad_O)
-    p = _exponents(q, k, bias, mask, causal).sub_(R.unsqueeze(-1)).exp_()
-    dN = (grad_O @ v.mT).sub_(D.unsqueeze(-1)).mul_(p)
-    return dN @ k, dN.mT @ q, p.mT @ grad_O, dN.sum(-2)
+def exponentiate(N: Tensor, m: Tensor) -> Tensor:
+    """exp(N − m) in place; powers of two, since vectorised ones cost a quarter of torch's exponential on a CPU."""
+    return N.sub_(m).mul_(LOG2E).exp2_()
 
 
-def _exponents(q: Tensor, k: Tensor, bias: Tensor | None, mask: Tensor | None, causal: bool) -> Tensor:
-    N = q @ k.mT if bias is None else torch.baddbmm(bias.unsqueeze(-2).to(q.dtype), q, k.mT)
-    S, K = N.shape[-2:]
-    if causal:
-        N.masked_fill_(~torch.ones(S, K, dtype=torch.bool, device=N.device).tril(), -torch.inf)
-    return N if mask is None else N.masked_fill_(~mask, -torch.inf)
+def largest(tiles: list[tuple[slice, Tensor]]) -> Tensor:
+    """m ``(n, r, 1)`` of a block; zero in rows without entries."""
+    m = torch.stack([N.amax(-1, keepdim=True) for _, N in tiles]).amax(0)
+    return m.masked_fill_(m.isneginf(), 0)
 
 
-def _part(index: int | slice, bias: Tensor | None, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    return (None if bias is None else bias[index], None if mask is None else mask[index])
+def _exponentials(
+    a: Tensor, c: Tensor, bias: Tensor | None, mask: Tensor | None, causal: bool, start: int, tiling: Tiling
+) -> Exponentials:
+    tiles = list(tiles_of_logits(a, c, bias, mask, causal, start, tiling))
+    m = largest(tiles)
+    total = torch.zeros_like(m)
+    for _, N in tiles:
+        total += exponentiate(N, m).sum(-1, keepdim=True)
+    return Exponentials(tiles, m, total, total.reciprocal().masked_fill(total == 0, 0))
+
+
+def _gathered(block: Exponentials, values: Tensor) -> Tensor:
+    """e times values ``(n, K, G)``."""
+    found = None
+    for columns, e in block.tiles:
+        part = nn(e, values[:, columns])
+        found = part if found is None else found.add_(part)
+    assert found is not None
+    return found
+
+
+def _seen(at: tuple[slice, slice], bias: Tensor | None, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None if bias is None else bias[at[0]], None if mask is None else mask[at])
+
+
+def _beside(*factors: Tensor | None) -> Tensor:
+    given = [X for X in factors if X is not None]
+    return given[0] if len(given) == 1 else torch.cat(given, -1)
+
+
+def _widened(
+    a: Tensor, c: Tensor, u: Tensor | None, v: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    u, v = (None if X is None else widened(X) for X in (u, v))
+    a = widened(a)
+    return a, widened(c), u, v, None if bias is None else bias.to(a.dtype)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from xentflow.kernels import dispatch, fused, reference
-from xentflow.kernels.chunked import widened
 from xentflow.kernels.dispatch import Backend
 from xentflow.kernels.loss import Gradients, Problem, sweep
+from xentflow.kernels.tiles import widened
 
 _CONFIDENT = 1.0
 """Where ℓ is below this, R − N_y has lost digits and the row is done again by the sweep."""
@@ -31,7 +31,8 @@ def cross_entropy(problem: Problem, weights: Tensor | None, backend: Backend = "
     if weights is None:
         return _of_rows(*operands)
     wants = [torch.is_grad_enabled() and X is not None and X.requires_grad for X in (q, k, problem.bias)]
-    total, *_ = _summed(*operands, weights, *wants, backend != "chunked")
+    may_fuse = backend == "fused" or (backend == "auto" and dispatch.is_fusing_faster(q))
+    total, *_ = _summed(*operands, weights, *wants, may_fuse)
     return total
 
 
@@ -39,7 +40,7 @@ def plain(problem: Problem) -> Tensor:
     """ℓ ``(n, S)`` in plain torch, differentiable in everything."""
     wide = widened(problem.q[:0]).dtype
     N = reference.logits(problem.q.to(wide), problem.k.to(wide), problem.bias, problem.mask, False)
-    dead = (N == -torch.inf).all(-1)
+    dead = N.isneginf().all(-1)
     if problem.one_class:
         assert problem.labels is not None
         labels = problem.labels.unsqueeze(-1)
@@ -51,7 +52,7 @@ def plain(problem: Problem) -> Tensor:
         return (-torch.nn.functional.logsigmoid(-away)).masked_fill(alone | dead, 0)
     S, K = N.shape[-2:]
     C = torch.cat([problem.targets_of(i, slice(0, S), slice(0, K))[None] for i in range(len(N))])
-    present = N.masked_fill(N == -torch.inf, 0)
+    present = N.masked_fill(N.isneginf(), 0)
     peak = N.masked_fill(dead.unsqueeze(-1), 0).amax(-1, keepdim=True).detach()
     R = torch.logsumexp(N.masked_fill(dead.unsqueeze(-1), 0) - peak, -1)
     return (R * C.sum(-1) - (C * (present - peak)).sum(-1)).masked_fill(dead, 0)
@@ -62,14 +63,15 @@ def _value_and_gradients(
 ) -> tuple[Tensor, Gradients]:
     wants_q, wants_k, wants_b = wants
     q, k = problem.q, problem.k
-    fits = problem.one_class and not (wants_k or wants_b) and q.shape[-1] <= fused.WIDEST
+    fits = problem.one_class and not (wants_k or wants_b)
     if not (may_fuse and fits and fused.supports(q, q, problem.mask)):
         return sweep(problem, weights, wants_q, wants_k, wants_b)
     assert problem.labels is not None
-    n, S, F = q.shape
+    n = len(q)
     keys = k.expand(n, *k.shape[1:])
     bias = None if problem.bias is None else problem.bias.expand(n, -1)
-    O, R = fused.attend(q, keys, keys, bias, False)
+    O, _, R = fused.attend(q, keys, None, keys, bias, False)
+    assert O is not None
     own = torch.stack([k[min(i, len(k) - 1)][problem.labels[i]] for i in range(n)])
     N_own = (widened(q) * widened(own)).sum(-1)
     if bias is not None:
@@ -111,7 +113,8 @@ def _summed(
     may_fuse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     problem = Problem(q, k, bias, mask, labels, targets, smoothing)
-    ell, grads = _value_and_gradients(problem, weights, (wants_q, wants_k, wants_b), may_fuse)
+    with torch.autocast(q.device.type, enabled=False):
+        ell, grads = _value_and_gradients(problem, weights, (wants_q, wants_k, wants_b), may_fuse)
     return ((weights.to(ell.dtype) * ell).sum(), *(q.new_empty(0) if X is None else X for X in grads))
 
 
@@ -149,7 +152,8 @@ def _of_rows(
     smoothing: float,
 ) -> Tensor:
     ones = torch.ones(q.shape[:-1], dtype=widened(q[:0]).dtype, device=q.device)
-    return sweep(Problem(q, k, bias, mask, labels, targets, smoothing), ones, False, False, False)[0]
+    with torch.autocast(q.device.type, enabled=False):
+        return sweep(Problem(q, k, bias, mask, labels, targets, smoothing), ones, False, False, False)[0]
 
 
 @_of_rows.register_fake
@@ -176,7 +180,8 @@ def _gradients(
     smoothing: float,
     weights: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _, grads = sweep(Problem(q, k, bias, mask, labels, targets, smoothing), weights)
+    with torch.autocast(q.device.type, enabled=False):
+        _, grads = sweep(Problem(q, k, bias, mask, labels, targets, smoothing), weights)
     assert grads.q is not None
     assert grads.k is not None
     return grads.q, grads.k, q.new_empty(0) if grads.b is None else grads.b

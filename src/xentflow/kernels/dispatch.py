@@ -1,18 +1,19 @@
 """Which way an attention term is computed, and its derivatives whichever way that is.
 
-``attend`` is one operator with one derivative. Where the logits are few it is the plain form, which autograd takes
+``attend_both`` is one operator with one derivative. Where the logits are few it is the plain form, which autograd takes
 apart by itself. Where they are many it is opaque to autograd and to ``torch.compile``, and its derivative is a second
-opaque operator on the output and log-sum-exp, memory linear like itself. The derivative of that one is the plain form's:
-second derivatives are exact, but take the memory of all logits.
+opaque operator, memory linear like itself. The derivative of that one is the plain form's: second derivatives are
+exact, but take the memory of all logits.
 """
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from xentflow.errors import XentflowError
-from xentflow.kernels import chunked, fused, reference
+from xentflow.kernels import chunked, fused, matmul, reference
+from xentflow.kernels.tiles import widened
 
 Backend = Literal["auto", "reference", "chunked", "fused"]
 
@@ -42,19 +43,22 @@ def is_plain(logits: Tensor, backend: Backend) -> bool:
 
 
 def choose(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backend: Backend
+    a: Tensor, c: Tensor, u: Tensor | None, v: Tensor | None, mask: Tensor | None, backend: Backend
 ) -> Literal["reference", "chunked", "fused"]:
     """The backend for these operands; ``"auto"`` picks by size, device and what the fused kernels support."""
     if torch._C._are_functorch_transforms_active():
         # Only plain operations are transformed by torch.func in every way.
         return "reference"
-    if backend == "auto":
-        if is_plain(_batch(q, k)[..., None, None].expand(*_batch(q, k).shape, q.shape[-2], k.shape[-2]), backend):
-            return "reference"
-        return "fused" if fused.supports(q, v, mask) and q.shape[-1] <= fused.WIDEST else "chunked"
-    if backend == "fused" and not fused.supports(q, v, mask):
+    if backend == "reference" or (backend == "auto" and is_plain(_logits_of(a, c), backend)):
+        return "reference"
+    if backend == "chunked" or not _fuses(a, u, v, mask):
         return "chunked"
-    return backend
+    return "fused" if backend == "fused" or is_fusing_faster(a) else "chunked"
+
+
+def is_fusing_faster(q: Tensor) -> bool:
+    """Whether a fused kernel, where there is one, outruns tiles."""
+    return q.shape[-1] <= fused.WIDEST and not matmul.is_doubled(q)
 
 
 def attend(
@@ -66,24 +70,49 @@ def attend(
     causal: bool = False,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """O ``(*batch, S, G)`` and R ``(*batch, S)`` of ``reference.attend``; leading dimensions broadcast."""
+    """pv and R alone."""
+    own, _, R = attend_both(q, k, None, v, bias, mask, causal, backend)
+    assert own is not None
+    return own, R
+
+
+def attend_both(
+    a: Tensor,
+    c: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    backend: Backend = "auto",
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """pv, pᵀu and R of ``reference.attend``, each product where its values are given; leading dimensions broadcast."""
     require_backend(backend)
-    chosen = choose(q, k, v, mask, backend)
+    chosen = choose(a, c, u, v, mask, backend)
     if chosen == "reference":
-        return reference.attend(q, k, v, bias, mask, causal)
-    batch = _batch(q, k).shape
-    S, K = q.shape[-2], k.shape[-2]
-    flat = [X.expand(*batch, *X.shape[-2:]).reshape(-1, *X.shape[-2:]) for X in (q, k, v)]
+        return reference.attend(a, c, u, v, bias, mask, causal)
+    batch = _logits_of(a, c).shape[:-2]
+    S, K = a.shape[-2], c.shape[-2]
+    flat = [None if X is None else X.expand(*batch, *X.shape[-2:]).reshape(-1, *X.shape[-2:]) for X in (a, c, u, v)]
     b = None if bias is None else bias.expand(*batch, K).reshape(-1, K)
     # A mask shared by the batch stays one matrix: expanded, not copied.
     m = None if mask is None else _flat_mask(mask, batch, S, K)
-    O, R = _attend(*flat, b, m, causal, chosen)
-    return O.reshape(*batch, *O.shape[-2:]), R.reshape(*batch, S)
+    own, other, R = _attend(*flat, b, m, causal, chosen)
+    return (
+        None if v is None else own.reshape(*batch, *own.shape[-2:]),
+        None if u is None else other.reshape(*batch, *other.shape[-2:]),
+        R.reshape(*batch, S),
+    )
 
 
-def _batch(q: Tensor, k: Tensor) -> Tensor:
-    """A tensor of the shape of the leading dimensions of both, to be looked at for that alone."""
-    return q.new_empty(()).expand(torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]))
+def _fuses(a: Tensor, u: Tensor | None, v: Tensor | None, mask: Tensor | None) -> bool:
+    return all(fused.supports(a, X, mask, both=u is not None) for X in (u, v) if X is not None)
+
+
+def _logits_of(a: Tensor, c: Tensor) -> Tensor:
+    """A tensor of the shape of the logits, to be looked at for that alone."""
+    batch = torch.broadcast_shapes(a.shape[:-2], c.shape[:-2])
+    return a.new_empty(()).expand(*batch, a.shape[-2], c.shape[-2])
 
 
 def _flat_mask(mask: Tensor, batch: torch.Size, S: int, K: int) -> Tensor:
@@ -92,88 +121,118 @@ def _flat_mask(mask: Tensor, batch: torch.Size, S: int, K: int) -> Tensor:
     return mask.expand(*batch, S, K).reshape(-1, S, K)
 
 
+# An operator returns tensors and nothing else: an empty one stands for what was not asked for.
+
+
 @torch.library.custom_op("xentflow::attend", mutates_args=())
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, causal: bool, backend: str
-) -> tuple[Tensor, Tensor]:
-    if backend == "fused":
-        O, R = fused.attend(q, k, v, bias, causal)
-        return O.contiguous(), R.contiguous()
-    return chunked.attend(q, k, v, bias, mask, causal)
+    a: Tensor,
+    c: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    causal: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.autocast(a.device.type, enabled=False):
+        if backend == "fused":
+            own, other, R = fused.attend(a, c, u, v, bias, causal)
+        else:
+            own, other, R = chunked.attend(a, c, u, v, bias, mask, causal)
+    return _or_empty(own, a), _or_empty(other, a), R.contiguous()
 
 
 @_attend.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, causal: bool, backend: str
-) -> tuple[Tensor, Tensor]:
-    wide = chunked.widened(q[:0]).dtype
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=wide)
+    a: Tensor,
+    c: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    causal: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    own = a.new_empty(0) if v is None else a.new_empty(*a.shape[:-1], v.shape[-1])
+    other = a.new_empty(0) if u is None else a.new_empty(*c.shape[:-1], u.shape[-1])
+    return own, other, a.new_empty(a.shape[:-1], dtype=widened(a[:0]).dtype)
 
 
 @torch.library.custom_op("xentflow::attend_backward", mutates_args=())
 def _attend_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    a: Tensor,
+    c: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
     bias: Tensor | None,
     mask: Tensor | None,
     causal: bool,
-    O: Tensor,
-    R: Tensor,
-    grad_O: Tensor,
+    grad_own: Tensor,
+    grad_other: Tensor,
     grad_R: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return chunked.attend_backward(q, k, v, bias, mask, causal, O, R, grad_O, grad_R)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    of_own, of_other = None if v is None else grad_own, None if u is None else grad_other
+    with torch.autocast(a.device.type, enabled=False):
+        found = chunked.attend_backward(a, c, u, v, bias, mask, causal, of_own, of_other, grad_R)
+    da, dc, du, dv, db = (_or_empty(X, a) for X in found)
+    return da, dc, du, dv, db
 
 
 @_attend_backward.register_fake
 def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    a: Tensor,
+    c: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
     bias: Tensor | None,
     mask: Tensor | None,
     causal: bool,
-    O: Tensor,
-    R: Tensor,
-    grad_O: Tensor,
+    grad_own: Tensor,
+    grad_other: Tensor,
     grad_R: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    db = k.new_empty(k.shape[:-1], dtype=R.dtype)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), db
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    da, dc, du, dv, db = (a.new_empty((0,) if X is None else X.shape) for X in (a, c, u, v, bias))
+    return da, dc, du, dv, db
 
 
-def _keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:  # type: ignore[type-arg]
-    q, k, v, bias, mask, causal, _ = inputs
-    ctx.save_for_backward(q, k, v, bias, mask, *output)
-    ctx.causal = causal  # type: ignore[attr-defined]
+def _or_empty(X: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0) if X is None else X.contiguous()
 
 
-def _differentiate(ctx, grad_O: Tensor, grad_R: Tensor):  # type: ignore[no-untyped-def]
-    q, k, v, bias, mask, O, R = ctx.saved_tensors
-    dq, dk, dv, db = _attend_backward(q, k, v, bias, mask, ctx.causal, O, R, grad_O, grad_R)
-    return dq, dk, dv, None if bias is None else db.to(bias.dtype), None, None, None
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:6])
+    ctx.causal = inputs[6]
 
 
-def _keep_again(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, bias, mask, ctx.causal, _, _, grad_O, grad_R = inputs
-    ctx.save_for_backward(q, k, v, bias, mask, grad_O, grad_R)
+def _differentiate(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
+    operands = ctx.saved_tensors
+    found = _attend_backward(*operands, ctx.causal, *upstream)
+    return (*(None if X is None else g for g, X in zip(found, operands[:5], strict=True)), None, None, None)
 
 
-def _differentiate_again(ctx, *upstream: Tensor):  # type: ignore[no-untyped-def]
-    q, k, v, bias, mask, grad_O, grad_R = ctx.saved_tensors
-    causal = ctx.causal
-    wide = chunked.widened(q[:0]).dtype
+def _keep_again(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:6], *inputs[7:])
+    ctx.causal = inputs[6]
 
-    def plain(*operands: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, grad_O, grad_R, *b = (operand.to(wide) for operand in operands)
-        return reference.attend_backward(q, k, v, b[0] if b else None, mask, causal, grad_O, grad_R)
 
-    operands = [q, k, v, grad_O, grad_R, *([] if bias is None else [bias])]
-    pulled = torch.func.vjp(plain, *operands)[1](tuple(given.to(wide) for given in upstream))
-    dq, dk, dv, d_grad_O, d_grad_R, *db = pulled
-    # O and R are functions of the other operands, through which the derivative has gone already.
-    return dq, dk, dv, db[0] if db else None, None, None, None, None, d_grad_O, d_grad_R
+def _differentiate_again(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
+    *operands, mask, grad_own, grad_other, grad_R = ctx.saved_tensors
+    wide = widened(operands[0][:0]).dtype
+    upstreams = [None if operands[3] is None else grad_own, None if operands[2] is None else grad_other, grad_R]
+    given = [*operands, *upstreams]
+    present = [X for X in given if X is not None]
+
+    def plain(*tensors: Tensor) -> tuple[Tensor, ...]:
+        tensor = iter(tensors)
+        a, c, u, v, b, *grads = (None if X is None else next(tensor).to(wide) for X in given)
+        found = reference.attend_backward(a, c, u, v, b, mask, ctx.causal, *grads)  # type: ignore[arg-type]
+        return tuple(g for g, X in zip(found, operands, strict=True) if g is not None and X is not None)
+
+    seeds = tuple(g.to(wide) for g, X in zip(upstream, operands, strict=True) if X is not None)
+    pulled = iter(torch.func.vjp(plain, *present)[1](seeds))
+    *first, of_own, of_other, of_R = (None if X is None else next(pulled) for X in given)
+    return (*first, None, None, of_own, of_other, of_R)
 
 
 _attend.register_autograd(_differentiate, setup_context=_keep)

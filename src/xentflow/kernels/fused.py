@@ -1,7 +1,7 @@
 """Softmax attention with its log-sum-exp from a fused kernel of torch's own, where there is one.
 
-On a CPU that is the kernel below ``scaled_dot_product_attention``, which keeps the log-sum-exp its public face drops; it
-is private, so it is looked up by name and tried on a few numbers once, and is not used if it is missing or answers
+On a CPU that is the kernel below ``scaled_dot_product_attention``, which keeps the log-sum-exp its public face drops.
+It is private, so it is looked up by name and tried on a few numbers once, and is not used if it is missing or answers
 otherwise than ``reference``. On CUDA it is ``flex_attention``, public, compiled.
 """
 
@@ -20,17 +20,38 @@ WIDEST = 512
 """Features beyond which tiles are the faster way."""
 
 
-def supports(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """Whether there is a fused kernel for these."""
-    if mask is not None or q.shape[-1] != v.shape[-1] or q.dtype not in _DTYPES.get(q.device.type, ()):
+def supports(q: Tensor, values: Tensor | None, mask: Tensor | None, both: bool = False) -> bool:
+    """Whether there is a fused kernel for these; ``both``: for pᵀu too, of which ``values`` is the u."""
+    if mask is not None or values is None or q.shape[-1] != values.shape[-1]:
         return False
-    return q.device.type == "cuda" or cpu_kernel() is not None
+    if q.dtype not in _DTYPES.get(q.device.type, ()):
+        return False
+    # On a CPU a second pass costs more than one pass of tiles for both, and its digits too.
+    return q.device.type == "cuda" or (not both and cpu_kernel() is not None)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-    """O ``(n, S, F)`` and R ``(n, S)`` of ``reference.attend``; R in float32 at least."""
+def attend(
+    a: Tensor, c: Tensor, u: Tensor | None, v: Tensor | None, bias: Tensor | None, causal: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """pv, pᵀu and R of ``reference.attend``, R in float32 at least; the second by a second pass.
+
+    With β = −R as a bias, softmax attention the other way round is O′, R′ with pᵀu = exp(R′ + b) O′, since
+    p = exp(N − R); exp(R′) is at most S.
+    """
+    own, R = _pass(a, c, c if v is None else v, bias, causal)
+    other = None
+    if u is not None:
+        reverse = (-R).masked_fill(R.isneginf(), -torch.inf).to(a.dtype)
+        other, back = _pass(c, a, u, reverse, causal, earlier_are_rows=True)
+        other = other * (back if bias is None else back + bias).exp().to(other.dtype).unsqueeze(-1)
+    return None if v is None else own, other, R
+
+
+def _pass(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, earlier_are_rows: bool = False
+) -> tuple[Tensor, Tensor]:
     if q.device.type == "cuda":
-        return _on_cuda(q, k, v, bias, causal)
+        return _flexible(q, k, v, bias, causal, earlier_are_rows)
     kernel = cpu_kernel()
     assert kernel is not None
     # Keys of which nothing is to be seen are rather far below than infinitely: the kernel makes NaN of some of these.
@@ -57,18 +78,23 @@ def cpu_kernel() -> Callable[..., tuple[Tensor, Tensor]] | None:
     bias = torch.linspace(-1, 1, 3)
     try:
         O, R = kernel(q, q.sin(), q.cos(), 0.0, False, attn_mask=bias.expand(1, 1, 3, 3), scale=1.0)
-        expected = reference.attend(q, q.sin(), q.cos(), bias.expand(1, 1, 3))
-        right = torch.allclose(O, expected[0], atol=1e-5) and torch.allclose(R, expected[1], atol=1e-5)
+        own, _, log_sum_exp = reference.attend(q, q.sin(), None, q.cos(), bias.expand(1, 1, 3))
+        assert own is not None
+        right = torch.allclose(O, own, atol=1e-5) and torch.allclose(R, log_sum_exp, atol=1e-5)
     except (RuntimeError, TypeError, ValueError):
         return None
     return kernel if right else None
 
 
-def _on_cuda(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+def _flexible(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, earlier_are_rows: bool
+) -> tuple[Tensor, Tensor]:
     def score(N: Tensor, n: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if bias is not None:
             N = N + bias[n, j]
-        return torch.where(i >= j, N, -torch.inf) if causal else N
+        if not causal:
+            return N
+        return torch.where(i <= j if earlier_are_rows else i >= j, N, -torch.inf)
 
     changed = None if bias is None and not causal else score
     O, R = _flex()(q[:, None], k[:, None], v[:, None], score_mod=changed, scale=1.0, return_lse=True)

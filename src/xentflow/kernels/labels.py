@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def chosen(c: Tensor, labels: Tensor, present: Tensor | None) -> Tensor:
-    """Cc ``(*batch, D, F)`` for labels ``(*batch, D)`` among the rows of c ``([*batch], E, F)``; zero where not present."""
+    """Cc ``(*batch, D, F)`` for labels ``(*batch, D)`` of rows of c ``([*batch], E, F)``; zero where not present."""
     if c.ndim == 2:
         picked = c[labels]
     else:

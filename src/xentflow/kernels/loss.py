@@ -5,8 +5,7 @@ For row i with targets C_i that sum to one, ℓ_i = R_i − ⟨C_i, N_i⟩ and, 
     ∂q_i = w_i (p_i − C_i) k        ∂k = Σ_i w_i (p_i − C_i)ᵀ q_i        ∂b = Σ_i w_i (p_i − C_i).
 
 Three products, qkᵀ, ek and eᵀq, are the fewest that give all of it without keeping N. The sweep needs no more: it keeps
-e = exp(N − m) of a block of rows, in which m and the normaliser become known only at the block's end, and puts them
-into the right-hand side of the third product, eᵀ(w exp(m_tile − R) q).
+e = exp(N − m) of a block of rows until its normaliser t is known, and puts that into the thinner factor, eᵀ(w q / t).
 
 Where C is one class y, that class is left out of the sums, and ℓ = softplus(log Σ_{j≠y} exp N_j − N_y): nothing cancels
 however confident the row, and p_y − 1 = −sigmoid(log Σ_{j≠y} exp N_j − N_y) keeps its digits too.
@@ -18,8 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from xentflow.kernels.chunked import Columns, RunningSoftmax, left_out, widened
-from xentflow.kernels.tiles import Tiling, spans
+from xentflow.kernels.chunked import LOG2E, exponentiate, largest, tiles_of_logits
+from xentflow.kernels.matmul import nn, tn
+from xentflow.kernels.tiles import Tiling, spans, widened
 
 
 class Gradients(NamedTuple):
@@ -81,8 +81,8 @@ def sweep(
     A row of weight zero, or with nothing left by the mask, adds nothing to any gradient.
     """
     q, k = problem.q, problem.k
-    n, S, F = q.shape
-    shared, K = k.shape[0] == 1, k.shape[-2]
+    n, S, _ = q.shape
+    shared = k.shape[0] == 1
     wide = widened(q[:0]).dtype
     values = torch.empty(n, S, dtype=wide, device=q.device)
     grads = Gradients(
@@ -90,130 +90,123 @@ def sweep(
         torch.zeros(k.shape, dtype=wide, device=k.device) if wants_k else None,
         torch.zeros(k.shape[:2], dtype=wide, device=k.device) if wants_b and problem.bias is not None else None,
     )
-    tiling = Tiling.of(S, K, kept=wants_k)
-    pieces = list(spans(K, tiling.columns))
-    kept = len(pieces) if wants_k or grads.b is not None else 1
-    e = torch.empty(kept, tiling.rows * max(end - begin for begin, end in pieces), dtype=wide, device=q.device)
-    queries, keys = Columns(q[0], tiling.rows, 1.0, 0.0), Columns(k[0], tiling.columns, 0.0, 1.0)
-    sums = torch.empty(tiling.rows, F + 2, dtype=wide, device=q.device)
+    tiling = Tiling.of(S, k.shape[-2])
     for index in range(n):
+        of_key = 0 if shared else index
         for start, stop in spans(S, tiling.rows):
-            block = _Block(problem, index, slice(start, stop), weights[index, start:stop].to(wide), pieces)
-            of_key = 0 if shared else index
-            found = block.forward(queries, keys, sums[: stop - start], e, careful=False)
-            ell, dq = block.forward(queries, keys, sums[: stop - start], e, careful=True) if found is None else found
-            values[index, start:stop] = ell
+            rows = slice(start, stop)
+            block = _Block(problem, index, rows, weights[index, rows].to(wide), tiling)
+            values[index, rows] = block.ell
             if grads.q is not None:
-                grads.q[index, start:stop] = dq
-            if kept == len(pieces) and (grads.k is not None or grads.b is not None):
-                block.backward(
-                    e, None if grads.k is None else grads.k[of_key], grads.b if grads.b is None else grads.b[of_key]
-                )
+                grads.q[index, rows] = block.of_q()
+            if grads.k is not None:
+                block.add_of_k(grads.k[of_key])
+            if grads.b is not None:
+                block.add_of_b(grads.b[of_key])
     dk = grads.k if grads.k is None else grads.k.to(k.dtype)
     db = grads.b if grads.b is None else grads.b.to(k.dtype)
     return values, Gradients(grads.q, dk, db)
 
 
 class _Block:
-    """A block of rows of one matrix, against all keys."""
+    """A block of rows of one matrix, against all keys: ℓ at once, and e in tiles for the gradients."""
 
-    def __init__(
-        self, problem: Problem, index: int, rows: slice, weights: Tensor, pieces: list[tuple[int, int]]
-    ) -> None:
-        self.problem, self.index, self.rows, self.pieces = problem, index, rows, pieces
-        shared = problem.k.shape[0] == 1
-        self.k = problem.k[0 if shared else index]
-        self.bias = None if problem.bias is None else problem.bias[0 if shared else index]
-        self.mask = None if problem.mask is None else problem.mask[index]
-        self.q = problem.q[index, rows]
+    def __init__(self, problem: Problem, index: int, rows: slice, weights: Tensor, tiling: Tiling) -> None:
+        self.problem, self.index, self.rows = problem, index, rows
+        of_key = 0 if problem.k.shape[0] == 1 else index
+        self.k = widened(problem.k[of_key])
+        self.q = widened(problem.q[index, rows])
+        bias = None if problem.bias is None else problem.bias[of_key : of_key + 1].to(self.q.dtype)
+        mask = None if problem.mask is None else problem.mask[index : index + 1, rows]
+        tiles = tiles_of_logits(self.q[None], self.k[None], bias, mask, False, rows.start, tiling)
         self.weights = weights
+        self.tiles: list[tuple[slice, Tensor]] = []
+        self.ell, self.total = torch.zeros_like(weights), torch.zeros_like(weights)
         if problem.one_class:
-            assert problem.labels is not None
-            self.labels = problem.labels[index, rows]
-            # Labels in the order of their tiles, so that each tile finds its own at once.
-            order = self.labels.argsort()
-            edges = torch.tensor([begin for begin, _ in pieces] + [pieces[-1][1]], device=order.device)
-            self.order = order
-            self.cuts = torch.searchsorted(self.labels[order].contiguous(), edges).tolist()
-
-    def forward(
-        self, queries: Columns, keys: Columns, sums: Tensor, e: Tensor, careful: bool
-    ) -> tuple[Tensor, Tensor] | None:
-        """ℓ and ∂q of the block, None if it overflowed; ``e`` keeps exp(N − m), each tile with the m it had then."""
-        running = RunningSoftmax(queries, self.q, sums, careful)
-        r, F = self.q.shape
-        own = torch.full((r,), -torch.inf, dtype=sums.dtype, device=sums.device)
-        linear, mass = torch.zeros_like(own), torch.zeros_like(own)
-        pulled: Tensor | None = None
-        self.references = []
-        for number, (begin, end) in enumerate(self.pieces):
-            columns = slice(begin, end)
-            tile = self._tile(e, number, end - begin)
-            k_of = keys.of(self.k[columns], None if self.bias is None else self.bias[columns])
-            absent = left_out(self.mask, False, self.rows, columns, tile.device)
-            rise = running.exponents(k_of, tile, absent)
-            if self.problem.one_class:
-                if rise is not None:
-                    own -= rise
-                mine = self.order[self.cuts[number] : self.cuts[number + 1]]
-                if len(mine):
-                    at = self.labels[mine] - begin
-                    own[mine] = tile[mine, at]
-                    tile[mine, at] = -torch.inf
-            else:
-                C = self.problem.targets_of(self.index, self.rows, columns)
-                if rise is not None:
-                    linear -= rise * mass
-                mass += C.sum(-1)
-                linear += (C * (tile if absent is None else tile.masked_fill(absent, 0))).sum(-1)
-                product = C @ k_of[:, :F]
-                pulled = product if pulled is None else pulled.add_(product)
-            self.references.append(running.reference.clone())
-            running.add(tile.exp_(), k_of)
-        if running.overflowed:
-            return None
-        others = running.sums[:, -1]
-        self.reference = running.reference
-        if self.problem.one_class:
-            away = others.log() - own
-            ell = torch.nn.functional.softplus(away)
-            # softplus is the identity beyond 20, where e⁻²⁰ is still seen in float64.
-            ell = torch.where(away > 20, away + torch.log1p(torch.exp(-away)), ell)
-            self.missed = torch.sigmoid(away) * self.weights
-            total = others + own.exp()
-            pulled = self.missed.unsqueeze(-1) * self.k[self.labels].to(sums.dtype)
+            self._of_one_class(list(tiles))
         else:
-            total = others
-            ell = others.log() * mass - linear
-            pulled = pulled * self.weights.unsqueeze(-1) if pulled is not None else torch.zeros_like(sums[:, :F])
+            self._of_many(list(tiles))
         # Nothing left by the mask, or of no weight: silent, not NaN.
-        dead = (total == 0) | (self.weights == 0)
-        self.scale = (self.weights / total).masked_fill(dead, 0)
-        ell = ell.masked_fill(total == 0, 0)
-        return ell, running.sums[:, :F] * self.scale.unsqueeze(-1) - pulled.masked_fill(dead.unsqueeze(-1), 0)
+        self.dead = (self.total == 0) | (weights == 0)
+        self.ell = self.ell.masked_fill(self.total == 0, 0)
+        self.scale = (weights / self.total).masked_fill(self.dead, 0)
 
-    def backward(self, e: Tensor, dk: Tensor | None, db: Tensor | None) -> None:
-        """What the block adds to ∂k ``(K, F)`` and ∂b ``(K,)``."""
-        q = widened(self.q)
-        for number, (begin, end) in enumerate(self.pieces):
-            tile = self._tile(e, number, end - begin)
-            scale = self.scale * torch.exp(self.references[number] - self.reference)
-            if not self.problem.one_class:
-                C = self.problem.targets_of(self.index, self.rows, slice(begin, end))
-                weights = self.weights.masked_fill(self.scale == 0, 0)
-                tile.mul_(scale.unsqueeze(-1)).sub_(C * weights.unsqueeze(-1))
-                scale = torch.ones_like(scale)
-            if dk is not None:
-                dk[begin:end].addmm_(tile.mT, q * scale.unsqueeze(-1))
-            if db is not None:
-                db[begin:end].addmv_(tile.mT, scale)
+    def _of_one_class(self, tiles: list[tuple[slice, Tensor]]) -> None:
+        assert self.problem.labels is not None
+        self.labels = self.problem.labels[self.index, self.rows]
+        own = torch.empty_like(self.weights)
+        # Labels in the order of their tiles, so that each tile finds its own at once.
+        order = self.labels.argsort()
+        edges = torch.tensor([columns.stop for columns, _ in tiles], device=order.device)
+        cuts = [0, *torch.searchsorted(self.labels[order].contiguous(), edges).tolist()]
+        for number, (columns, N) in enumerate(tiles):
+            mine = order[cuts[number] : cuts[number + 1]]
+            at = self.labels[mine] - columns.start
+            own[mine] = N[0, mine, at]
+            N[0, mine, at] = -torch.inf
+        m = largest(tiles)
+        self.tiles = [(columns, exponentiate(N, m)[0]) for columns, N in tiles]
+        others = torch.stack([e.sum(-1) for _, e in self.tiles]).sum(0)
+        own -= m[0, :, 0]
+        away = others.log() - own
+        ell = torch.nn.functional.softplus(away)
+        # softplus is the identity beyond 20, where e⁻²⁰ is still seen in float64.
+        self.ell = torch.where(away > 20, away + torch.log1p(torch.exp(-away)), ell)
+        self.missed = torch.sigmoid(away) * self.weights
+        self.total = others + own.exp()
+
+    def _of_many(self, tiles: list[tuple[slice, Tensor]]) -> None:
+        m = largest(tiles)
+        linear, mass = torch.zeros_like(self.weights), torch.zeros_like(self.weights)
+        for columns, N in tiles:
+            N.sub_(m)
+            C = self.problem.targets_of(self.index, self.rows, columns)
+            mass += C.sum(-1)
+            linear += (C * N[0].masked_fill(N[0].isneginf(), 0)).sum(-1)
+            e = N.mul_(LOG2E).exp2_()[0]
+            self.total += e.sum(-1)
+            self.tiles.append((columns, e))
+        self.ell = self.total.log() * mass - linear
+
+    def of_q(self) -> Tensor:
+        """∂q of the block."""
+        pulled = torch.zeros_like(self.q)
+        for columns, e in self.tiles:
+            pulled += nn(e[None], self.k[None, columns])[0]
+        pulled *= self.scale.unsqueeze(-1)
         if self.problem.one_class:
-            missed = self.missed.masked_fill(self.scale == 0, 0)
-            if dk is not None:
-                dk.index_add_(0, self.labels, q * missed.unsqueeze(-1), alpha=-1)
-            if db is not None:
-                db.index_add_(0, self.labels, missed, alpha=-1)
+            return pulled.sub_(self._of_label().unsqueeze(-1) * self.k[self.labels])
+        for columns, _ in self.tiles:
+            C = self.problem.targets_of(self.index, self.rows, columns)
+            pulled -= self._counted().unsqueeze(-1) * nn(C[None], self.k[None, columns])[0]
+        return pulled
 
-    def _tile(self, e: Tensor, number: int, width: int) -> Tensor:
-        r = self.q.shape[0]
-        return e[number if e.shape[0] > 1 else 0, : r * width].view(r, width)
+    def add_of_k(self, dk: Tensor) -> None:
+        """What the block adds to ∂k ``(K, F)``."""
+        scaled = self.q * self.scale.unsqueeze(-1)
+        for columns, e in self.tiles:
+            dk[columns] += tn(e[None], scaled[None])[0]
+        if self.problem.one_class:
+            dk.index_add_(0, self.labels, self.q * self._of_label().unsqueeze(-1), alpha=-1)
+            return
+        weighted = self.q * self._counted().unsqueeze(-1)
+        for columns, _ in self.tiles:
+            C = self.problem.targets_of(self.index, self.rows, columns)
+            dk[columns] -= tn(C[None], weighted[None])[0]
+
+    def add_of_b(self, db: Tensor) -> None:
+        """What the block adds to ∂b ``(K,)``."""
+        for columns, e in self.tiles:
+            db[columns] += e.mT @ self.scale
+        if self.problem.one_class:
+            db.index_add_(0, self.labels, self._of_label(), alpha=-1)
+            return
+        for columns, _ in self.tiles:
+            db[columns] -= self.problem.targets_of(self.index, self.rows, columns).mT @ self._counted()
+
+    def _of_label(self) -> Tensor:
+        """w (1 − p_y)."""
+        return self.missed.masked_fill(self.dead, 0)
+
+    def _counted(self) -> Tensor:
+        return self.weights.masked_fill(self.dead, 0)

@@ -1,14 +1,9 @@
 """The two products every attention term is made of, pk and pᵀq with p = ∇Ω(qkᵀ + b), without keeping N.
 
-A distribution has an owner, the row on the classes axis and the column on the sequence axis. With a the owners, c what
-they attend to, and β the part of the bias that their distributions see,
-
-    owners' product     O, R = attend(a, c, c, β)            Σ over entries of p c
-    entries' product    O′, R′ = attend(c, a, a, −R)         exp(R′ + β) O′ = pᵀa
-
-since p = exp(N − R) is softmax attention the other way round, up to the factor exp(R′) ≤ S. So the softmax along either
-axis, and the exact gradient of the quadratic model, are one or two passes of one operator. Other potentials are gone
-through in blocks of distributions, each computed again in the backward pass.
+A distribution has an owner, the row on the classes axis and the column on the sequence axis. Softmax attention of the
+owners over their entries gives both products at once, so the softmax along either axis and the exact gradient of the
+quadratic model are one pass of one operator. Other potentials are gone through in blocks of distributions, each
+computed again in the backward pass.
 """
 
 from typing import NamedTuple
@@ -18,8 +13,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from xentflow.axes import Axis
-from xentflow.kernels.dispatch import Backend, attend
-from xentflow.kernels.tiles import KEPT, spans
+from xentflow.kernels import tiles
+from xentflow.kernels.dispatch import Backend, attend, attend_both
+from xentflow.kernels.tiles import spans
 from xentflow.masks import Masking, both
 from xentflow.potentials import LogSumExp, Potential
 
@@ -68,27 +64,16 @@ def _softmax(
     backend: Backend,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The owners' and the entries' product; rows of ``masking`` are owners."""
-    dense, causal = masking.dense, masking.causal
-    if wants_other and causal:
-        dense, causal = Masking(dense, causal=True).tensor(_logits_of(a, c), "classes"), False
     seen = _of_present(bias, masking.columns, c)
-    shared = c.ndim < a.ndim and dense is None and seen is bias
+    shared = c.ndim < a.ndim and masking.dense is None and not masking.causal and seen is bias
     if shared and not wants_other and masking.rows is None:
         return _for_shared_keys(a, c, c_values, bias, backend), None
-    own, R = attend(a, c, c_values, seen, dense, causal, backend)
-    if masking.rows is not None:
-        own = own.masked_fill(~masking.rows.unsqueeze(-1), 0)
-        R = R.masked_fill(~masking.rows, -torch.inf)
-    if not wants_other:
-        return own, None
-    # An owner without entries owns nothing: as a key of the second pass it is absent.
-    reverse = (-R).masked_fill(R == -torch.inf, -torch.inf).to(a.dtype)
-    other, back = attend(c, a, a_values, reverse, None if dense is None else dense.mT, False, backend)
-    factor = back if bias is None else back + bias
-    other = other * factor.exp().to(other.dtype).unsqueeze(-1)
-    if masking.columns is not None:
-        other = other.masked_fill(~masking.columns.unsqueeze(-1), 0)
-    return (own if wants_own else None), other
+    real = None if masking.rows is None else masking.rows.unsqueeze(-1)
+    # An owner that is padding owns nothing: neither gathers nor gives.
+    given = None if not wants_other else a_values if real is None else a_values.masked_fill(~real, 0)
+    values = c_values if wants_own else None
+    own, other, _ = attend_both(a, c, given, values, seen, masking.dense, masking.causal, backend)
+    return own if own is None or real is None else own.masked_fill(~real, 0), other
 
 
 def _for_shared_keys(a: Tensor, c: Tensor, values: Tensor, bias: Tensor | None, backend: Backend) -> Tensor:
@@ -97,8 +82,9 @@ def _for_shared_keys(a: Tensor, c: Tensor, values: Tensor, bias: Tensor | None, 
     moved = a.movedim(-3, 0) if heads else a
     flat = moved.flatten(1, -2) if heads else moved.flatten(0, -2)
     own, _ = attend(flat, c, values, bias, None, False, backend)
-    own = own.reshape(*moved.shape[:-1], values.shape[-1])
-    return own.movedim(0, -3) if heads else own
+    # Heads may share queries, whose head dimension then has size one.
+    found = own.reshape(*(own.shape[:1] if heads else ()), *moved.shape[1 if heads else 0 : -1], values.shape[-1])
+    return found.movedim(0, -3) if heads else found
 
 
 def _of_present(bias: Tensor | None, present: Tensor | None, c: Tensor) -> Tensor | None:
@@ -117,7 +103,7 @@ def _blockwise(
     like = _logits_of(q, k)
     samples = like[..., 0, 0].numel()
     length, width = like.shape[-2:] if classes else like.shape[:-3:-1]
-    size = max(1, KEPT // (samples * width))
+    size = max(1, tiles.KEPT // (samples * width))
 
     def part(span: slice, q: Tensor, k: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         a, c = (q[..., span, :], k) if classes else (q, k[..., span, :])
