@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from training import config, write_both_splits
 
+from training import config, write_both_splits
 from xentflow.errors import XentflowError
 from xentflow.experiments import compare, stepping
 from xentflow.experiments.compare import RATES, Pool, Run, finished, planned, read
@@ -87,7 +87,7 @@ def test_the_pool_runs_what_is_open_records_it_and_does_not_repeat_it(folder, tm
     said = io.StringIO()
     records = {"runs": {"one": done(runs[0])}}
     pool = Pool(replace(base, workers=2), tmp_path, Console(file=said, width=500), records, time.monotonic() + 120)
-    with pytest.raises(XentflowError, match="failures of.*bad"):
+    with pytest.raises(XentflowError, match=r"failures of.*bad"):
         pool.work()
     assert "patch: expected a side that divides 8" in " ".join(said.getvalue().split())
     kept = read(tmp_path)["runs"]

@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
-from training import config, train, write_both_splits
 
+from training import config, train, write_both_splits
 from xentflow.cli import main
 from xentflow.errors import XentflowError
 from xentflow.experiments.train import TrainConfig, make_network, make_task, run
@@ -96,9 +96,10 @@ def test_both_networks_have_as_many_parameters_and_first_weights_of_the_seed_alo
 def test_sequences_and_text_go_through_the_command_line(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 60)
-    arguments = ["--steps", "2", "--batch", "4", "--output"]
-    assert main(["train", "--task", "text", "--text", str(text), "--tokens", "16", *arguments, str(tmp_path / "a")]) == 0
-    assert main(["train", "--task", "recall", "--network", "transformer", *arguments, str(tmp_path / "b")]) == 0
+    few = ["--steps", "2", "--batch", "4"]
+    of_text = ["--task", "text", "--text", str(text), "--tokens", "16"]
+    assert main(["train", *of_text, *few, "--output", str(tmp_path / "a")]) == 0
+    assert main(["train", "--task", "recall", "--network", "transformer", *few, "--output", str(tmp_path / "b")]) == 0
     assert json.loads((tmp_path / "b/result.json").read_text())["test"]["loss"] > 0
 
 

@@ -53,7 +53,8 @@ class TestImages:
         assert len(kept) == 45
         assert len(held) == 5
         assert not kept & held
-        assert set(task.plan(torch.Generator(), task.steps_per_pass(9), 9)["index"].flatten().tolist()) == set(range(45))
+        planned = task.plan(torch.Generator(), task.steps_per_pass(9), 9)["index"]
+        assert set(planned.flatten().tolist()) == set(range(45))
 
     def test_shuffled_labels_are_the_same_labels_on_other_images_in_training_only(self):
         plain, shuffled = (Images(pictures(), pictures(seed=1), 6, shuffled=which) for which in (False, True))

@@ -1,4 +1,4 @@
-"""``xentflow train --compare``: the derived transformer against ``nn.TransformerEncoder``, its control and its ablations.
+"""``xentflow train --compare``: the derived transformer against ``nn.TransformerEncoder``, its control, its ablations.
 
 Every run is an ``xentflow train`` of its own, in a process of its own, and can be repeated from its record. First the
 time of a step is measured, both networks interleaved on an otherwise idle machine; the budget, in seconds of such

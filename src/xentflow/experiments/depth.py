@@ -1,9 +1,9 @@
 """What trained networks do through depth: energies layer by layer, and how far each layer is from descent.
 
-Two energies are asked about. Each half of a derived transformer has *its own*, ℓ(·, C) at the C of its oracle, which its
-step descends by construction (for ``roles="own"``, as a game). The *read-out's* energy belongs to any network: at
-features Z it is the cross-entropy, to the true labels, of what the rest of the network would say if Z were its last
-features. The true labels serve to measure here; no network sees them.
+Two energies are asked about. Each half of a derived transformer has *its own*, ℓ(·, C) at the C of its oracle, which
+its step descends by construction (for ``roles="own"``, as a game). The *read-out's* energy belongs to any network: at
+features Z it is the cross-entropy, to the true labels, of what the network would say if Z were its last features. The
+true labels serve to measure here; no network sees them.
 """
 
 from typing import Any

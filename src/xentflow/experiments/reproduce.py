@@ -22,9 +22,9 @@ from xentflow.derive import derive
 from xentflow.errors import WrongRequest, XentflowError
 from xentflow.experiments import paper
 from xentflow.experiments.controls import CONTROLS, PAPER, Setting, remember, run_controls, run_neighbours
-from xentflow.ledger import Ledger, Part, as_file, settings_of
 from xentflow.experiments.passes import largest_gap, measure, one_thread, through_block, through_logits
 from xentflow.experiments.sample import Sample, follow, row_of
+from xentflow.ledger import Ledger, Part, as_file, settings_of
 from xentflow.oracles import Given
 from xentflow.records import report_console, require_writable, write_result, write_whole
 from xentflow.steps import safe_step

@@ -1,4 +1,4 @@
-"""The time of a training step: networks interleaved in one process, so that what else the machine does hits all alike."""
+"""The time of a training step: networks interleaved in one process, so that what else goes on hits all alike."""
 
 import time
 from collections.abc import Mapping

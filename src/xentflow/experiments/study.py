@@ -22,8 +22,8 @@ from torch import Tensor
 
 from xentflow.data import LabelledImages
 from xentflow.experiments import paper
-from xentflow.ledger import Ledger, settings_of
 from xentflow.experiments.passes import one_thread
+from xentflow.ledger import Ledger, settings_of
 from xentflow.potentials import LogSumExp
 from xentflow.records import write_result, write_whole
 from xentflow.training import ClassifierConfig, Corruption, FittedClassifier, fit_fast
