@@ -66,6 +66,7 @@ def test_both_get_the_same_time_and_so_the_slower_fewer_steps(settings):
     ablations = [by_name[name] for name in by_name if name.startswith("ablation")]
     assert len(ablations) == len(compare.ABLATIONS)
     assert {run.steps for run in ablations} == {25}
+    assert by_name["paper two-stage seed 0"].optimisation == "two-stage"
     assert by_name["ablation both roles, as printed seed 0"].printed
     assert by_name["ablation both roles, as printed seed 0"].roles == "both"
 

@@ -4,7 +4,7 @@ Every run is an ``xentflow train`` of its own, in a process of its own, and can 
 time of a step is measured, both networks interleaved on an otherwise idle machine; the budget, in seconds of such
 steps, gives each its number of steps. Then the learning rate of each is chosen from one grid by validation accuracy, on
 a seed that is not judged. Then come, in this order: the judged seeds, the same with a part of the steps, the shuffled
-labels, ablations, recall and text.
+labels, ablations, the paper's stack, recall and text.
 
 ``records.json`` holds everything that is finished, and is written whole after each run. A run that stands there with
 the same settings is not done again; one that was cut short goes on from its checkpoint.
@@ -49,6 +49,14 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "sigmoid": {"potential": "sigmoid"},
     "θ of its own for the target term": {"separate": True},
 }
+
+
+PAPER_STACKS: dict[str, dict[str, Any]] = {
+    "two-stage": {"tied": True, "optimisation": "two-stage"},
+    "layer-wise, one θ": {"tied": True},
+    "layer-wise, θ of every half-step": {},
+}
+"""The paper's block in depth, its θ found in each way there is."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +140,9 @@ def planned(config: TrainConfig, records: Records) -> list[Run]:
         runs.append(Run(f"shuffled {network} seed {seed}", replace(short[network], seed=seed, shuffle_labels=True)))
     for seed, (name, change) in product(range(config.ablation_seeds), ABLATIONS.items()):
         runs.append(Run(f"ablation {name} seed {seed}", replace(short["derived"], seed=seed, **change)))
+    pixels = replace(plain, network="paper", steps=4000, batch=256, learning_rate=1e-3, shift=0)
+    for seed, (name, change) in product(range(config.ablation_seeds), PAPER_STACKS.items()):
+        runs.append(Run(f"paper {name} seed {seed}", replace(pixels, seed=seed, **change)))
     return runs + _sequences(config, plain, records)
 
 

@@ -20,6 +20,7 @@ def as_markdown(records: Records) -> str:
         _judged(records, short=True),
         _shuffled(records),
         _ablations(records),
+        _paper(records),
         _sequences(records),
         _depth(records),
     ]
@@ -131,7 +132,7 @@ def _sequences(records: Records) -> str:
 
 
 def _ablations(records: Records) -> str:
-    names = list(dict.fromkeys(_ablation(name) for name in records["runs"] if name.startswith("ablation ")))
+    names = list(dict.fromkeys(_choice(name) for name in records["runs"] if name.startswith("ablation ")))
     base = _seeds(records, "short derived seed ")
     if not names or not base:
         return ""
@@ -144,6 +145,18 @@ def _ablations(records: Records) -> str:
         rows.append((name, str(len(found)), f"{found[0]['parameters']:,}", _spread(values, 4), change))
     heading = ("what is changed", "seeds", "parameters", "test accuracy", "change")
     return _table(f"Ablations: the derived network, {base[0]['steps']:,} steps at one learning rate", heading, rows)
+
+
+def _paper(records: Records) -> str:
+    rows = []
+    for name in dict.fromkeys(_choice(name) for name in records["runs"] if name.startswith("paper ")):
+        found = _seeds(records, f"paper {name} seed ")
+        losses = [result["test"]["loss"] for result in found]
+        rows.append(
+            (name, str(len(found)), f"{found[0]['parameters']:,}", _spread(losses, 4), _spread(_accuracies(found), 4))
+        )
+    heading = ("how θ is found", "seeds", "parameters", "test loss", "test accuracy")
+    return _table("The paper's stack on pixels, C from a learned network", heading, rows)
 
 
 def _accuracies(results: Sequence[Found]) -> list[float]:
@@ -206,8 +219,9 @@ def _setting(records: Records, name: str, key: str) -> Any:
     return records["runs"][name]["settings"][key]
 
 
-def _ablation(name: str) -> str:
-    return name.removeprefix("ablation ").rpartition(" seed ")[0]
+def _choice(name: str) -> str:
+    """What stands between the kind of a run and its seed."""
+    return name.partition(" ")[2].rpartition(" seed ")[0]
 
 
 def _spread(values: Sequence[float], digits: int) -> str:
