@@ -13,6 +13,7 @@ from instances import (
     MODELS,
     POTENTIALS,
     SmallNetwork,
+    along,
     central_differences,
     draw_instance,
     draw_targets,
@@ -55,6 +56,8 @@ class TestEveryCombination:
         assert_close(energy, instance.reference_energy(Z), rtol=1e-12, atol=1e-11)
         (by_autograd,) = torch.autograd.grad(energy.sum(), Z)
         assert relative_error(total, by_autograd) <= 1e-12
+        without_logits = xf.feature_gradient(instance.objective, model, instance.Z, instance.C, backend="chunked").total
+        assert relative_error(without_logits, by_autograd) <= 1e-12
 
     def test_energy_passes_gradcheck_and_gradgradcheck(self, instance, generator):
         model = instance.model.requires_grad_(False)
@@ -81,21 +84,48 @@ def test_terms_are_pullbacks_of_weights_and_of_targets(potential, model, axis, g
 
 @every_axis
 @pytest.mark.parametrize("model", MODELS)
-def test_head_weights_weigh_the_energy_of_each_head(axis, model, generator):
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_head_weights_weigh_the_energy_of_each_head(axis, model, backend, generator):
     instance = draw_instance(xf.LogSumExp(axis), model, 4, (2,), generator)
     weights, loss, built = uniform((4, 1, 1), generator), instance.objective, instance.model
-    Z = instance.Z.clone().requires_grad_()
-    (expected,) = torch.autograd.grad((loss.value(built.logits(Z), instance.C) * weights.flatten()).sum(), Z)
-    attention = attention_term(loss, built, instance.Z, head_weights=weights)
-    assert (
-        relative_error(attention - target_term(loss, built, instance.Z, instance.C, head_weights=weights), expected)
-        <= 1e-12
-    )
-    if model == "quadratic":
-        N = instance.case.logits(instance.Z, *instance.tensors)
+    N = instance.case.logits(instance.Z, *instance.tensors)
+    labels = torch.randint(N.shape[along(axis)], N.select(along(axis), 0).shape, generator=generator)
+    for C in (instance.C, labels):
+        Z = instance.Z.clone().requires_grad_()
+        (expected,) = torch.autograd.grad((loss.value(built.logits(Z), C) * weights.flatten()).sum(), Z)
+        attention = attention_term(loss, built, instance.Z, head_weights=weights, backend=backend)
+        target = target_term(loss, built, instance.Z, C, head_weights=weights)
+        assert relative_error(attention - target, expected) <= 1e-12
+    if model.startswith("quadratic"):
         printed = 2 * built.query_pullback(instance.Z, weights * reference_weights(instance.potential, N))
-        found = attention_term(loss, built, instance.Z, head_weights=weights, printed=True)
+        found = attention_term(loss, built, instance.Z, head_weights=weights, printed=True, backend=backend)
         assert relative_error(found, printed) <= 1e-12
+
+
+@every_axis
+@pytest.mark.parametrize("roles", ["both", "own"])
+@pytest.mark.parametrize("model", ["quadratic", "quadratic-factor"])
+@each("heads", HEADS)
+class TestEachRoleWithoutLogits:
+    """What the two roles of a token give where no matrix of logits is kept, and no matrix of targets either."""
+
+    @pytest.fixture
+    def instance(self, model, axis, heads, generator):
+        return draw_instance(xf.LogSumExp(axis), model, heads, (2,), generator)
+
+    def test_attention(self, instance, roles, axis):
+        model = instance.case.build(*instance.tensors, roles=roles)
+        p = reference_weights(instance.potential, instance.case.logits(instance.Z, *instance.tensors))
+        found = attention_term(instance.objective, model, instance.Z, backend="chunked")
+        assert relative_error(found, model.pullback(instance.Z, p, axis)) <= 1e-12
+
+    def test_labels(self, instance, roles, axis, generator):
+        model = instance.case.build(*instance.tensors, roles=roles)
+        dim, S = along(axis), instance.Z.shape[-2]
+        labels = torch.randint(S, instance.C.select(dim, 0).shape, generator=generator)
+        one_hot = torch.zeros_like(instance.C).scatter(dim, labels.unsqueeze(dim), 1)
+        found = target_term(instance.objective, model, instance.Z, labels)
+        assert relative_error(found, model.pullback(instance.Z, one_hot, axis)) <= 1e-12
 
 
 @every_potential

@@ -148,10 +148,10 @@ def mutants(file: Path) -> list[Mutant]:
 
 
 def default_tests(modules: list[str]) -> str:
-    """The test files of the modules themselves, and those of what stands directly on them."""
-    names = dict.fromkeys([*modules, "objective", "gradient", "flow"])
+    """The test files of the modules themselves, those of what stands directly on them, and what must be refused."""
+    names = dict.fromkeys([*modules, "objective", "gradient", "flow", "masks", "derive"])
     files = [f"tests/test_{name}.py" for name in names if (ROOT / f"tests/test_{name}.py").exists()]
-    return " ".join(files)
+    return " ".join([*files, "tests/bad_input"])
 
 
 def passes(command: list[str], source: Path, timeout: float) -> tuple[bool, str]:

@@ -80,6 +80,21 @@ def _every_gradient(draw: Draw, axis: Axis) -> Comparison:
     return Comparison(torch.stack(claimed), torch.stack(actual))
 
 
+def _gradient_without_logits(draw: Draw, axis: Axis) -> Comparison:
+    Z, dim = draw.normal(2, S, F), dimension(axis)
+    claimed, actual = [], []
+    for model in _models(draw):
+        N = model.logits(Z)
+        labels = draw.normal(*N.shape).argmax(dim)
+        one_hot = torch.zeros_like(N).scatter(dim, labels.unsqueeze(dim), 1)
+        # Softmax goes tile by tile, every other potential by blocks of distributions.
+        for potential in (LogSumExp(axis, 0.7), Entmax(axis)):
+            loss = Objective(potential)
+            claimed.append(feature_gradient(loss, model, Z, labels, backend="chunked").total)
+            actual.append(derivative(lambda Z, m=model, loss=loss, C=one_hot: loss.value(m.logits(Z), C).sum(), Z))  # type: ignore[misc]
+    return Comparison(torch.stack(claimed), torch.stack(actual))
+
+
 def _heads_add_up(draw: Draw, axis: Axis) -> Comparison:
     Z, thetas, C = draw.normal(S, F), draw.normal(H, F, F), draw.distributions(H, S, S, axis=axis)
     loss = CrossEntropy(axis)
@@ -153,6 +168,7 @@ PACKAGE_CLAIMS = (
     Claim("the Fenchel–Young gap is never negative", "objective", _fenchel_young_gap, on_both_axes(HOLDS)),
     Claim("the accurate ℓ is Ω(N) − ⟨C,N⟩", "objective", _accurate_form, on_both_axes(HOLDS)),
     Claim("∂ℓ for every potential × model", "gradient", _every_gradient, on_both_axes(HOLDS)),
+    Claim("… without keeping N, C as labels", "gradient", _gradient_without_logits, on_both_axes(HOLDS)),
     Claim("heads: ℓ and gradients add up", "gradient", _heads_add_up, on_both_axes(HOLDS)),
     Claim("own role: each token's own gradient", "gradient", _own_role, on_both_axes(HOLDS)),
     Claim("masked ∂ℓ = gradient of the masked ℓ", "gradient", _masked_gradient, on_both_axes(HOLDS)),
