@@ -43,7 +43,9 @@ def holds(condition: Tensor) -> bool:
 
 
 def _is_recorded() -> bool:
-    return torch.compiler.is_compiling() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    if torch.compiler.is_compiling():
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def is_finite(value: Tensor) -> bool:

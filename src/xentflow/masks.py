@@ -41,7 +41,7 @@ class Masking(NamedTuple):
         owners, entries = (self.rows, self.columns) if classes else (self.columns, self.rows)
         present = None
         if self.dense is not None:
-            dense = torch.atleast_2d(self.dense)
+            dense: Tensor = torch.atleast_2d(self.dense)  # type: ignore[no-untyped-call]
             lengths = (labels.shape[-1], dense.shape[-1]) if classes else (dense.shape[-2], labels.shape[-1])
             dense = dense.expand(*labels.shape[:-1], *lengths)
             dim = -1 if classes else -2

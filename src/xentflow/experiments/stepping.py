@@ -38,5 +38,5 @@ def _timed(trainer: Trainer, steps: int) -> float:
 
 
 def _wait() -> None:
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()

@@ -118,7 +118,8 @@ class Images(Task):
 
     def held_out(self, part: Held) -> Iterator[tuple[Tensor, Tensor]]:
         images, labels = self._held[part]
-        for some, true in zip(images.split(1000), labels.split(1000), strict=True):
+        parts = (images.split(1000), labels.split(1000))  # type: ignore[no-untyped-call]
+        for some, true in zip(*parts, strict=True):
             yield self._tokens(some), true
 
     def _tokens(self, images: Tensor) -> Tensor:
@@ -195,7 +196,7 @@ class Text(Task):
 
     def held_out(self, part: Held) -> Iterator[tuple[Tensor, Tensor]]:
         windows = self._held[part].unfold(0, len(self._places), len(self._places) - 1)
-        yield from map(self._pair, windows.split(64))
+        yield from map(self._pair, windows.split(64))  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _pair(windows: Tensor) -> tuple[Tensor, Tensor]:
