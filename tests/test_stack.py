@@ -231,9 +231,9 @@ def test_a_stack_24_deep_trains(seed):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         net = Copier(stack, symbols, length, width)
-    optimiser = torch.optim.Adam(net.parameters(), lr=3e-3)
+    optimiser = torch.optim.Adam(net.parameters(), lr=6e-3)
     losses = []
-    for _ in range(60):
+    for _ in range(40):
         tokens = torch.randint(symbols, (32, length), generator=generator)
         logits = net(tokens)[:, 1:]
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, :-1].flatten())
@@ -243,4 +243,4 @@ def test_a_stack_24_deep_trains(seed):
         optimiser.step()
         losses.append(loss.item())
     assert max(losses) < 1.5 * losses[0]
-    assert sum(losses[-5:]) / 5 < 0.5 * losses[0], losses[::10]
+    assert sum(losses[-5:]) / 5 < 0.2 * losses[0], losses[::10]
