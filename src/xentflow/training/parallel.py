@@ -137,7 +137,7 @@ def joined(parallel: Parallel) -> Iterator[Processes]:
         who = f"process {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else "a process"
         raise XentflowError(
             f"parallel: expected every process to answer {who} within {SILENCE.seconds} s, got silence: another "
-            f"died or hangs ({str(error).strip().splitlines()[0]})"
+            f"died or hangs ({str(error).strip().splitlines()[0].partition('. ')[0]})"
         ) from error
     # After a failure the group is left as it is: taking it down would wait for those who are gone.
     if not there:
