@@ -16,8 +16,6 @@ from xentflow.axes import (
     is_number,
     require_alike,
     require_features,
-    require_finite,
-    require_float_tensor,
     require_mask,
 )
 from xentflow.errors import XentflowError
@@ -99,7 +97,7 @@ def _problem(
 ) -> Problem:
     """The distributions as rows of as few matrices as share their keys."""
     heads = model.heads
-    Z = Z / temperature
+    Z = Z if temperature == 1 else Z / temperature
     full = None if mask is None else mask.expand(like.shape)
     soft = C.is_floating_point()
     if axis == "classes":
@@ -158,7 +156,7 @@ def _without_ignored(
     if not isinstance(C, Tensor) or C.is_floating_point() or C.dtype == torch.bool:
         came = C.dtype if isinstance(C, Tensor) else type(C).__name__
         raise XentflowError(f"ignore_index: expected integer labels, some of which are to be ignored, got {came}")
-    kept = ignore_index != C
+    kept = C.ne(ignore_index)
     if mask is None:
         return torch.where(kept, C, 0), kept
     first = mask.expand(like.shape).int().argmax(dimension(axis))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xentflow.kernels import dispatch, fused, reference
+from xentflow.kernels import dispatch, fused, matmul, reference
 from xentflow.kernels.dispatch import Backend
 from xentflow.kernels.loss import Gradients, Problem, sweep
 from xentflow.kernels.tiles import widened
@@ -38,24 +38,38 @@ def cross_entropy(problem: Problem, weights: Tensor | None, backend: Backend = "
 
 def plain(problem: Problem) -> Tensor:
     """ℓ ``(n, S)`` in plain torch, differentiable in everything."""
-    wide = widened(problem.q[:0]).dtype
-    N = reference.logits(problem.q.to(wide), problem.k.to(wide), problem.bias, problem.mask, False)
-    dead = N.isneginf().all(-1)
+    N = _logits(problem)
+    masked = problem.mask is not None
+    dead = N.isneginf().all(-1) if masked else None
+    N = N if dead is None else N.masked_fill(dead.unsqueeze(-1), 0)
     if problem.one_class:
         assert problem.labels is not None
         labels = problem.labels.unsqueeze(-1)
-        own = N.gather(-1, labels).squeeze(-1)
-        others = N.scatter(-1, labels, -torch.inf)
+        # Differences to the peak first: a log-sum-exp of large logits has lost the digits that near ties need.
+        N = N - N.amax(-1, keepdim=True).detach()
+        others, own = N.scatter(-1, labels, -torch.inf), N.gather(-1, labels).squeeze(-1)
+        if not masked and N.shape[-1] > 1:
+            return -torch.nn.functional.logsigmoid(own - torch.logsumexp(others, -1))
         # A row that its own class has to itself: ℓ = 0, and so is its derivative.
-        alone = (others == -torch.inf).all(-1)
-        away = torch.logsumexp(others.masked_fill(alone.unsqueeze(-1), 0), -1) - own
-        return (-torch.nn.functional.logsigmoid(-away)).masked_fill(alone | dead, 0)
+        alone = others.isneginf().all(-1) if dead is None else others.isneginf().all(-1) | dead
+        away = torch.logsumexp(others.masked_fill(alone.unsqueeze(-1), 0), -1) - own.masked_fill(alone, 0)
+        return (-torch.nn.functional.logsigmoid(-away)).masked_fill(alone, 0)
     S, K = N.shape[-2:]
     C = torch.cat([problem.targets_of(i, slice(0, S), slice(0, K))[None] for i in range(len(N))])
-    present = N.masked_fill(N.isneginf(), 0)
-    peak = N.masked_fill(dead.unsqueeze(-1), 0).amax(-1, keepdim=True).detach()
-    R = torch.logsumexp(N.masked_fill(dead.unsqueeze(-1), 0) - peak, -1)
-    return (R * C.sum(-1) - (C * (present - peak)).sum(-1)).masked_fill(dead, 0)
+    C = C if dead is None else C.masked_fill(dead.unsqueeze(-1), 0)
+    peak = N.amax(-1, keepdim=True).detach()
+    R = torch.logsumexp(N - peak, -1)
+    linear = (C * (N.masked_fill(N.isneginf(), 0) - peak)).sum(-1)
+    ell: Tensor = R * C.sum(-1) - linear
+    return ell
+
+
+def _logits(problem: Problem) -> Tensor:
+    wide = widened(problem.q[:0]).dtype
+    q, k = problem.q.to(wide), problem.k.to(wide)
+    if problem.mask is None and len(q) == len(k) and not torch._C._are_functorch_transforms_active():
+        return matmul.nt(q, k, problem.bias)
+    return reference.logits(q, k, problem.bias, problem.mask, False)
 
 
 def _value_and_gradients(

@@ -111,7 +111,7 @@ def _fuses(a: Tensor, u: Tensor | None, v: Tensor | None, mask: Tensor | None) -
 
 def _logits_of(a: Tensor, c: Tensor) -> Tensor:
     """A tensor of the shape of the logits, to be looked at for that alone."""
-    batch = torch.broadcast_shapes(a.shape[:-2], c.shape[:-2])
+    batch = torch.broadcast_shapes(a.shape[:-2], c.shape[:-2])  # type: ignore[no-untyped-call]
     return a.new_empty(()).expand(*batch, a.shape[-2], c.shape[-2])
 
 

@@ -19,7 +19,7 @@ from torch.nn.grad import conv2d_weight
 WORTHWHILE = 2**22
 """Multiplications from which it pays to convolve."""
 
-_NARROWEST = 16
+_NARROWEST = 8
 
 
 def nt(A: Tensor, B: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -27,6 +27,10 @@ def nt(A: Tensor, B: Tensor, bias: Tensor | None = None) -> Tensor:
     if _convolves(A, B.shape[-2]):
         found = functional.conv2d(_pixels(A), _filters(B), None if bias is None else bias[0])
         return _rows(found)
+    if len(A) == 1:
+        # torch multiplies a batch of one more slowly than one.
+        one = A[0] @ B[0].mT
+        return (one if bias is None else one + bias[0]).unsqueeze(0)
     return torch.bmm(A, B.mT) if bias is None else torch.baddbmm(bias.unsqueeze(-2), A, B.mT)
 
 
@@ -34,16 +38,18 @@ def nn(A: Tensor, B: Tensor) -> Tensor:
     """AB ``(n, r, F)`` for A ``(n, r, c)`` and B ``(n, c, F)``."""
     if _convolves(A, B.shape[-1]):
         return _rows(functional.conv_transpose2d(_pixels(A), _filters(B)))
-    return torch.bmm(A, B)
+    return (A[0] @ B[0]).unsqueeze(0) if len(A) == 1 else torch.bmm(A, B)
 
 
 def tn(A: Tensor, B: Tensor) -> Tensor:
     """AᵀB ``(n, c, F)`` for A ``(n, r, c)`` and B ``(n, r, F)``."""
     c, F = A.shape[-1], B.shape[-1]
     if _convolves(A, F):
-        found: Tensor = conv2d_weight(_pixels(B), (c, F, 1, 1), _pixels(A))
+        found: Tensor = conv2d_weight(  # type: ignore[no-untyped-call]
+            _pixels(B), (c, F, 1, 1), _pixels(A)
+        )
         return found.view(1, c, F)
-    return torch.bmm(A.mT, B)
+    return (A[0].mT @ B[0]).unsqueeze(0) if len(A) == 1 else torch.bmm(A.mT, B)
 
 
 def is_doubled(A: Tensor) -> bool:

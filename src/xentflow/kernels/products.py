@@ -131,7 +131,7 @@ def _mask_of(masking: Masking, span: slice, N: Tensor, axis: Axis) -> Tensor | N
     classes = axis == "classes"
     dense, rows, columns, causal = masking
     if dense is not None:
-        dense = torch.atleast_2d(dense)
+        dense = dense if dense.ndim > 1 else dense[None]
         if dense.shape[-2 if classes else -1] != 1:
             dense = dense[..., span, :] if classes else dense[..., span]
     if rows is not None and classes:
@@ -149,5 +149,5 @@ def _mask_of(masking: Masking, span: slice, N: Tensor, axis: Axis) -> Tensor | N
 
 def _logits_of(q: Tensor, k: Tensor) -> Tensor:
     """A tensor of the shape of the logits, to be looked at for that alone."""
-    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])  # type: ignore[no-untyped-call]
     return q.new_empty(()).expand(*batch, q.shape[-2], k.shape[-2])
