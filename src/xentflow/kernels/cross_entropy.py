@@ -31,8 +31,7 @@ def cross_entropy(problem: Problem, weights: Tensor | None, backend: Backend = "
     if weights is None:
         return _of_rows(*operands)
     wants = [torch.is_grad_enabled() and X is not None and X.requires_grad for X in (q, k, problem.bias)]
-    may_fuse = backend == "fused" or (backend == "auto" and dispatch.is_fusing_faster(q))
-    total, *_ = _summed(*operands, weights, *wants, may_fuse)
+    total, *_ = _summed(*operands, weights, *wants, backend)
     return total
 
 
@@ -73,12 +72,12 @@ def _logits(problem: Problem) -> Tensor:
 
 
 def _value_and_gradients(
-    problem: Problem, weights: Tensor, wants: tuple[bool, bool, bool], may_fuse: bool
+    problem: Problem, weights: Tensor, wants: tuple[bool, bool, bool], backend: str
 ) -> tuple[Tensor, Gradients]:
     wants_q, wants_k, wants_b = wants
     q, k = problem.q, problem.k
     fits = problem.one_class and not (wants_k or wants_b)
-    if not (may_fuse and fits and fused.supports(q, q, problem.mask)):
+    if not (fits and dispatch.fuses_by_choice(q, backend) and fused.supports(q, q, problem.mask)):
         return sweep(problem, weights, wants_q, wants_k, wants_b)
     assert problem.labels is not None
     n = len(q)
@@ -124,11 +123,11 @@ def _summed(
     wants_q: bool,
     wants_k: bool,
     wants_b: bool,
-    may_fuse: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     problem = Problem(q, k, bias, mask, labels, targets, smoothing)
     with torch.autocast(q.device.type, enabled=False):
-        ell, grads = _value_and_gradients(problem, weights, (wants_q, wants_k, wants_b), may_fuse)
+        ell, grads = _value_and_gradients(problem, weights, (wants_q, wants_k, wants_b), backend)
     return ((weights.to(ell.dtype) * ell).sum(), *(q.new_empty(0) if X is None else X for X in grads))
 
 
@@ -145,7 +144,7 @@ def _(
     wants_q: bool,
     wants_k: bool,
     wants_b: bool,
-    may_fuse: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shapes = [
         q.shape if wants_q else (0,),

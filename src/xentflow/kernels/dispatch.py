@@ -42,23 +42,25 @@ def is_plain(logits: Tensor, backend: Backend) -> bool:
     return backend == "reference"
 
 
+def choose_plain(a: Tensor, c: Tensor, backend: Backend) -> bool:
+    """Whether attention of these operands is the plain form's; only plain operations go through all of torch.func."""
+    return torch._C._are_functorch_transforms_active() or is_plain(_logits_of(a, c), backend)
+
+
 def choose(
-    a: Tensor, c: Tensor, u: Tensor | None, v: Tensor | None, mask: Tensor | None, backend: Backend
-) -> Literal["reference", "chunked", "fused"]:
-    """The backend for these operands; ``"auto"`` picks by size, device and what the fused kernels support."""
-    if torch._C._are_functorch_transforms_active():
-        # Only plain operations are transformed by torch.func in every way.
-        return "reference"
-    if backend == "reference" or (backend == "auto" and is_plain(_logits_of(a, c), backend)):
-        return "reference"
-    if backend == "chunked" or not _fuses(a, u, v, mask):
-        return "chunked"
-    return "fused" if backend == "fused" or is_fusing_faster(a) else "chunked"
+    a: Tensor, u: Tensor | None, v: Tensor | None, mask: Tensor | None, backend: str
+) -> Literal["chunked", "fused"]:
+    """The backend for operands of many logits; ``"auto"`` takes the fastest that can do it."""
+    fuses = fuses_by_choice(a, backend) and all(
+        fused.supports(a, X, mask, both=u is not None) for X in (u, v) if X is not None
+    )
+    return "fused" if fuses else "chunked"
 
 
-def is_fusing_faster(q: Tensor) -> bool:
-    """Whether a fused kernel, where there is one, outruns tiles."""
-    return q.shape[-1] <= fused.WIDEST and not matmul.is_doubled(q)
+def fuses_by_choice(q: Tensor, backend: str) -> bool:
+    """Whether a fused kernel is asked for, or the faster; tiles outrun it where their products have wider registers."""
+    faster = q.shape[-1] <= fused.WIDEST and not matmul.is_doubled(q)
+    return backend == "fused" or (backend == "auto" and faster)
 
 
 def attend(
@@ -88,8 +90,8 @@ def attend_both(
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """pv, pᵀu and R of ``reference.attend``, each product where its values are given; leading dimensions broadcast."""
     require_backend(backend)
-    chosen = choose(a, c, u, v, mask, backend)
-    if chosen == "reference":
+    # What is fastest may ask what this machine has, which is no business of torch.compile's: inside the operator.
+    if choose_plain(a, c, backend):
         return reference.attend(a, c, u, v, bias, mask, causal)
     batch = _logits_of(a, c).shape[:-2]
     S, K = a.shape[-2], c.shape[-2]
@@ -97,16 +99,12 @@ def attend_both(
     b = None if bias is None else bias.expand(*batch, K).reshape(-1, K)
     # A mask shared by the batch stays one matrix: expanded, not copied.
     m = None if mask is None else _flat_mask(mask, batch, S, K)
-    own, other, R = _attend(*flat, b, m, causal, chosen)
+    own, other, R = _attend(*flat, b, m, causal, backend)
     return (
         None if v is None else own.reshape(*batch, *own.shape[-2:]),
         None if u is None else other.reshape(*batch, *other.shape[-2:]),
         R.reshape(*batch, S),
     )
-
-
-def _fuses(a: Tensor, u: Tensor | None, v: Tensor | None, mask: Tensor | None) -> bool:
-    return all(fused.supports(a, X, mask, both=u is not None) for X in (u, v) if X is not None)
 
 
 def _logits_of(a: Tensor, c: Tensor) -> Tensor:
@@ -136,7 +134,7 @@ def _attend(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.autocast(a.device.type, enabled=False):
-        if backend == "fused":
+        if choose(a, u, v, mask, backend) == "fused":
             own, other, R = fused.attend(a, c, u, v, bias, causal)
         else:
             own, other, R = chunked.attend(a, c, u, v, bias, mask, causal)

@@ -71,7 +71,7 @@ def _settled(O: Tensor, R: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]
 @cache
 def cpu_kernel() -> Callable[..., tuple[Tensor, Tensor]] | None:
     """The private kernel, if it is there and gives what it should."""
-    kernel: Any = getattr(torch.ops.aten, _CPU_KERNEL, None)
+    kernel: Any = getattr(_operators(), _CPU_KERNEL, None)
     if kernel is None:
         return None
     q = torch.linspace(-1, 1, 12).reshape(1, 1, 3, 4)
@@ -86,8 +86,12 @@ def cpu_kernel() -> Callable[..., tuple[Tensor, Tensor]] | None:
     return kernel if right else None
 
 
+def _operators() -> Any:
+    return torch.ops.aten
+
+
 def _flexible(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, earlier_are_rows: bool
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, earlier_are_rows: bool = False
 ) -> tuple[Tensor, Tensor]:
     def score(N: Tensor, n: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if bias is not None:
@@ -97,12 +101,15 @@ def _flexible(
         return torch.where(i <= j if earlier_are_rows else i >= j, N, -torch.inf)
 
     changed = None if bias is None and not causal else score
-    O, R = _flex()(q[:, None], k[:, None], v[:, None], score_mod=changed, scale=1.0, return_lse=True)
-    return _settled(O[:, 0], R[:, 0], bias)
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    request = AuxRequest(lse=True)
+    O, more = _flex()(q[:, None], k[:, None], v[:, None], score_mod=changed, scale=1.0, return_aux=request)
+    return _settled(O[:, 0], more.lse[:, 0], bias)
 
 
 @cache
-def _flex() -> Callable[..., tuple[Tensor, Tensor]]:
+def _flex() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention)
