@@ -136,7 +136,8 @@ class Trainer:
             fused=True,
             capturable=device.type == "cuda",
         )
-        self._sums = torch.zeros(3, device=device)
+        # In 64 bits the order in which processes and checkpoints sum does not matter.
+        self._sums = torch.zeros(3, dtype=torch.float64, device=device)
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
         self._plan: Rows = {}
         self._prime()
