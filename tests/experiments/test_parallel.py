@@ -40,17 +40,18 @@ def settings(folder, name, **changes):
 
 
 class Uneven(Recall):
-    """Recall that asks most of the first samples of a batch, and nothing at all of the last quarter."""
+    """Recall that asks all of a batch's first half, and of the other one thing, or nothing at every second step."""
 
     def batch(self, row):
         x, y = super().batch(row)
-        places = torch.arange(y.shape[-1])
+        places = torch.arange(y.shape[-1]) - 2 * self.pairs
         # The number of a sample is not known to a share of the batch, so it rides along in the plan.
         return x, torch.where(places[None] < row["asked"][:, None], y, IGNORED)
 
     def plan(self, generator, steps, batch):
-        asked = torch.linspace(3 * self.pairs, 1.4 * self.pairs, batch).long().repeat(steps, 1)
-        asked[:, batch * 3 // 4 :] = 0
+        asked = torch.zeros(steps, batch, dtype=torch.int64)
+        asked[:, : batch // 2] = self.pairs
+        asked[::2, batch // 2] = 1
         return super().plan(generator, steps, batch) | {"asked": asked}
 
     def steps_per_pass(self, batch):
