@@ -34,6 +34,7 @@ CHOICES = {
     "entmax": {"potential": "entmax"},
     "sigmoid": {"potential": "sigmoid"},
     "separate": {"separate": True},
+    "relative": {"relative": True},
     "separate-pre-norm": {"separate": True, "normalisation": "pre-norm"},
 }
 

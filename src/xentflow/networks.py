@@ -1,7 +1,7 @@
 """Derived transformers: an embedding, blocks that alternate two energies, and a read-out through the last one's θ.
 
     Z⁽⁰⁾   = place(embedding + positions)
-    depth × [ mix:    tokens against tokens,  N = Zφψᵀ Zᵀ,   C learned for pairs of places, or for distances, or uniform
+    depth × [ mix:    tokens against tokens,  N = Zφψᵀ Zᵀ,   C a learned matrix of positions, or uniform
               sort:   tokens against classes, N = Zθᵀ,       C = softmax(MLP(Z)), latent classes of several heads ]
     decide:  N = Zθᵀ + b over the true classes, C = softmax(MLP(Z));  logits = θ of the decided features
 
@@ -81,7 +81,8 @@ class Derivation:
     roles, printed, splitting, potential: of the mixing half; tied: one pair of halves, repeated; target: whether the
     mixing half has a learned C, or a uniform one that holds no information; normalisation: features on a sphere, free,
     or the steps taken at normalised features and added to the others, as pre-norm does; separate: whether the target
-    term has a θ of its own, the paper's θ^(ℓ+½), in every half.
+    term has a θ of its own, the paper's θ^(ℓ+½), in every half; relative: whether the mixing half's learned C has a logit
+    for each distance instead of one for each pair of places.
     """
 
     roles: Roles = "own"
@@ -92,6 +93,7 @@ class Derivation:
     normalisation: Normalisation = "sphere"
     potential: PotentialName = "softmax"
     separate: bool = False
+    relative: bool = False
 
     @property
     def has_energies(self) -> bool:
@@ -206,7 +208,7 @@ class DerivedTransformer(nn.Module):
         block = derive(
             Objective(_potential(choice.potential)),
             drawn(),
-            oracle=LearnedTargets(S, heads=heads, relative=self.inputs.causal) if choice.target else Uniform(),
+            oracle=LearnedTargets(S, heads=heads, relative=choice.relative) if choice.target else Uniform(),
             splitting=_splitting(choice.splitting),
             step=LearnedStep(1.0, heads=heads),
             constraint=self._constraint(),

@@ -244,7 +244,7 @@ def make_network(config: TrainConfig, task: Task) -> Network:
         else:
             # As many parameters as the derived transformer of this size has, untied and with all it may have.
             with torch.device("meta"):
-                wanted = count(DerivedTransformer(task.inputs, shape))
+                wanted = count(DerivedTransformer(task.inputs, shape, Derivation(relative=config.relative)))
             network = Transformer(task.inputs, matched(task.inputs, shape, wanted))
     return network.to(config.device)
 
