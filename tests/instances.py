@@ -173,6 +173,15 @@ def _factor_logits(Z, phi):
     return torch.einsum(formula, Z, phi, phi, Z)
 
 
+def _draw_factors(generator, heads, batch):
+    return normal((*heads, F, 2), generator, 0.7), normal((*heads, F, 2), generator, 0.7)
+
+
+def _factors_logits(Z, phi, psi):
+    formula = "...if,hfr,hgr,...jg->...hij" if phi.ndim == 3 else "...if,fr,gr,...jg->...ij"
+    return torch.einsum(formula, Z, phi, psi, Z)
+
+
 def _bilinear_logits(Z, theta, context):
     return torch.einsum("...if,hfg,...kg->...hik" if theta.ndim == 3 else "...if,fg,...kg->...ik", Z, theta, context)
 
@@ -195,6 +204,11 @@ MODELS: dict[str, ModelCase] = {
     "quadratic-symmetric": ModelCase(_draw_symmetric, xf.Quadratic, _quadratic_logits),
     "quadratic-factor": ModelCase(
         lambda g, heads, batch: (normal((*heads, F, 2), g, 0.7),), xf.Quadratic.from_factor, _factor_logits
+    ),
+    "quadratic-two-factors": ModelCase(
+        _draw_factors,
+        lambda phi, psi, roles="both": xf.Quadratic.from_factor(phi, roles=roles, psi=psi),
+        _factors_logits,
     ),
     "bilinear": ModelCase(_draw_bilinear, xf.Bilinear, _bilinear_logits),
     "functional": ModelCase(_draw_network, _build_network, _network_logits),

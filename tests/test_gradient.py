@@ -104,7 +104,7 @@ def test_head_weights_weigh_the_energy_of_each_head(axis, model, backend, genera
 
 @every_axis
 @pytest.mark.parametrize("roles", ["both", "own"])
-@pytest.mark.parametrize("model", ["quadratic", "quadratic-factor"])
+@pytest.mark.parametrize("model", ["quadratic", "quadratic-factor", "quadratic-two-factors"])
 @each("heads", HEADS)
 class TestEachRoleWithoutLogits:
     """What the two roles of a token give where no matrix of logits is kept, and no matrix of targets either."""
@@ -229,7 +229,7 @@ class TestFormulasOfThePaper:
 
 @every_axis
 @every_potential
-@pytest.mark.parametrize("model", ["quadratic", "quadratic-factor"])
+@pytest.mark.parametrize("model", ["quadratic", "quadratic-factor", "quadratic-two-factors"])
 @each("heads", HEADS)
 class TestOwnRole:
     @pytest.fixture
@@ -356,5 +356,7 @@ def test_gradient_is_itself_trainable(generator):
 
 
 def _theta_of(instance):
-    (tensor,) = instance.tensors
-    return tensor @ tensor.mT if instance.case is MODELS["quadratic-factor"] else tensor
+    first, *second = instance.tensors
+    if instance.case is MODELS["quadratic"]:
+        return first
+    return first @ (second[0] if second else first).mT

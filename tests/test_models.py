@@ -157,7 +157,8 @@ class ModelConformance:
         twin = learned.trainable()
         assert all(a is b for a, b in zip(twin.parameters(), learned.parameters(), strict=True))
         with torch.no_grad():
-            learned.get_parameter("phi" if self.name == "quadratic-factor" else "theta").zero_()
+            for parameter in learned.parameters():
+                parameter.zero_()
         assert torch.equal(model.logits(Z), self.case.build(*tensors).logits(Z))
 
     @all_heads
@@ -196,6 +197,11 @@ class TestFunctional(ModelConformance):
     def of_head(self, tensors, head):
         return (*tensors[:-1], tensors[-1][head])
 
+    def test_one_head_is_a_head(self, generator):
+        theta, Z = normal((1, K, F), generator), normal((2, S, F), generator)
+        model = xf.Functional(lambda Z: Z.unsqueeze(-3) @ theta.mT, heads=1)
+        assert torch.equal(model.logits(Z), (Z @ theta[0].T).unsqueeze(1))
+
     def test_any_callable_has_the_pullback_of_its_closed_form(self, generator):
         theta, Z, M = normal((F, F), generator), normal((2, S, F), generator), normal((2, S, S), generator)
         by_autograd = xf.Functional(lambda Z: Z @ theta @ Z.mT).pullback(Z, M)
@@ -226,23 +232,6 @@ class TestBilinear(ModelConformance):
         tensors, Z, M = self.draw(generator, heads, batch)
         alike = self.case.build(*tensors).logits_like(Z)
         assert (alike.shape, alike.dtype) == (M.shape, M.dtype)
-
-    def test_trainable_copies_tensors_and_shares_parameters(self, generator):
-        tensors, Z, M = self.draw(generator, None)
-        model = self.case.build(*tensors)
-        learned = model.trainable()
-        assert [held.shape for held in learned.tensors()] == [held.shape for held in model.tensors()]
-        assert torch.equal(learned.logits(Z), model.logits(Z))
-        assert torch.equal(learned.pullback(Z, M), model.pullback(Z, M))
-        assert list(learned.parameters())
-        if self.name == "functional":
-            return
-        assert not list(model.parameters())
-        twin = learned.trainable()
-        assert all(a is b for a, b in zip(twin.parameters(), learned.parameters(), strict=True))
-        with torch.no_grad():
-            learned.get_parameter("phi" if self.name == "quadratic-factor" else "theta").zero_()
-        assert torch.equal(model.logits(Z), self.case.build(*tensors).logits(Z))
 
     @all_heads
     def test_operator_norm_is_one_for_each_sample_of_the_context(self, heads, generator):
@@ -366,6 +355,14 @@ class TestQuadraticFromFactor(QuadraticConformance):
         factored, full = xf.Quadratic.from_factor(phi), xf.Quadratic(phi @ phi.T)
         assert_close(factored.logits(Z), full.logits(Z), rtol=1e-12, atol=1e-12)
         assert relative_error(factored.pullback(Z, M), full.pullback(Z, M)) <= 1e-12
+
+
+class TestQuadraticFromTwoFactors(QuadraticConformance):
+    name = "quadratic-two-factors"
+
+    def theta(self, tensors):
+        phi, psi = tensors
+        return phi @ psi.mT
 
 
 def test_axis_decides_nothing_where_there_is_one_role(generator):

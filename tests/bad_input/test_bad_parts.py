@@ -84,6 +84,15 @@ def test_phi_of_a_quadratic_model(bad, fragments):
     refuses(lambda: xf.Quadratic.from_factor(bad), *fragments)
 
 
+def test_a_second_factor_unlike_the_first():
+    def factors(psi):
+        return lambda: xf.Quadratic.from_factor(ramp(3, 2), psi=psi)
+
+    refuses(factors(ramp(3, 4)), "psi: expected the shape of phi, (3, 2), got (3, 4)")
+    refuses(factors(ramp(3, 2).float()), "psi: expected the dtype of phi, torch.float64", "got torch.float32")
+    refuses(factors([[1.0]]), "psi: expected a torch.Tensor", "got list")
+
+
 @pytest.mark.parametrize("bad", ["query", None, "Both", ["both"]], ids=repr)
 def test_roles(bad):
     refuses(lambda: xf.Quadratic(ramp(3, 3), roles=bad), 'roles: expected "both" or "own", got', repr(bad))
