@@ -4,30 +4,16 @@ import time
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from rich.console import Console
 from torch.nn.functional import cross_entropy
 
-from xentflow.bench import Timing, interleaved
+from xentflow.bench import Settings, Timing, interleaved
 from xentflow.data import LabelledImages, load_fashion_mnist
 from xentflow.training import ClassifierConfig, fit_fast, fit_literal, fit_vectorised
 
 EPOCHS = 100
-
-
-class Settings(Protocol):
-    """What of the command's configuration matters here."""
-
-    @property
-    def rounds(self) -> int: ...
-
-    @property
-    def threads(self) -> int: ...
-
-    @property
-    def data_dir(self) -> str | None: ...
 
 
 def bench_training(settings: Settings, console: Console) -> tuple[list[Timing], list[str]]:

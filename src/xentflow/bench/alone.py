@@ -1,0 +1,45 @@
+"""One case in a process of its own: ``python -m xentflow.bench.alone '{"module": …}'`` prints MiB and seconds.
+
+A case makes its inputs and gives a function that returns its outputs. Peak memory counts from after the inputs, less
+the outputs. A small size runs first, so that what torch loads once is loaded.
+"""
+
+import gc
+import importlib
+import json
+import sys
+import time
+
+import torch
+
+from xentflow.bench.measure import high_water
+
+
+def main(arguments: str) -> None:
+    """Run the case that is described and print what it took."""
+    asked = json.loads(arguments)
+    torch.set_num_threads(asked["threads"])
+    build = importlib.import_module(f"xentflow.bench.{asked['module']}").CASES[asked["case"]]
+    # As large as it takes to leave the plain form, whose libraries are others.
+    build(**{name: min(size, 2 if name == "depth" else 1536) for name, size in asked["shape"].items()})()
+    gc.collect()
+    run = build(**asked["shape"])
+    _forget_high_water()
+    before = high_water()
+    start = time.perf_counter()
+    outputs = run()
+    seconds = time.perf_counter() - start
+    extra = high_water() - before - sum(output.nbytes for output in outputs)
+    print(json.dumps([max(extra, 0) / 2**20, seconds]))
+
+
+def _forget_high_water() -> None:
+    try:
+        with open("/proc/self/clear_refs", "w") as file:  # noqa: PTH123  # written, never made
+            file.write("5")
+    except OSError:
+        pass  # the mark of all that came before stands, and what is found is less
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
