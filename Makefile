@@ -45,7 +45,7 @@ examples: $(READY)
 	@for example in examples/*.py; do [ -e "$$example" ] || continue; echo "$$example"; $(BIN)/python "$$example" || exit 1; done
 
 bench: $(READY)
-	$(BIN)/xentflow bench training
+	for what in training loss attention block; do $(BIN)/xentflow bench $$what --output results/bench/$$what || exit 1; done
 
 mutants: $(READY)
 	$(BIN)/python tools/mutate.py
