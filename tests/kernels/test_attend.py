@@ -90,6 +90,15 @@ def test_gradcheck(name, backend, generator):
     assert gradgradcheck(finite, leaves)
 
 
+@by_backend
+def test_what_follows_a_row_without_entries_does_not_reach_it(backend, generator):
+    """The log-sum-exp is −∞ there, and so may be its derivative."""
+    leaves = cases(generator)["rows without entries"].leaves()
+    _, R = attend(*leaves.arguments, backend)
+    R.square().sum().backward()
+    assert all(bool(X.grad.isfinite().all()) for X in (leaves.q, leaves.k, leaves.bias))
+
+
 @pytest.mark.parametrize("backend", ["chunked", "fused"])
 def test_leading_dimensions_broadcast(backend, generator):
     q, k = normal((2, 3, 7, 3), generator), normal((3, 9, 3), generator)

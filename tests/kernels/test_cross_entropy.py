@@ -147,6 +147,14 @@ def test_is_never_negative_and_keeps_the_digits_of_confident_rows(scale, backend
     assert_close(summed.double(), exact.sum(), rtol=allowed, atol=0)
 
 
+def test_what_softplus_rounds_away_beyond_twenty_is_there(generator):
+    """Rows that are wrong by a little more than 20, where ℓ − 20 still has e⁻²⁰ in it."""
+    q = torch.linspace(20.1, 22, 6, dtype=torch.float64)[None, :, None]
+    k = torch.tensor([0.0, 1.0], dtype=torch.float64)[None, :, None]
+    found = cross_entropy(Problem(q, k, None, None, torch.zeros(1, 6, dtype=torch.long), None), None, "chunked")
+    assert_close(found, torch.logaddexp(q[..., 0], torch.zeros(())), rtol=1e-14, atol=0)
+
+
 @by_backend
 @pytest.mark.parametrize("scale", [1.0, 1000.0])
 @pytest.mark.parametrize("kind", ["labels", "soft"])

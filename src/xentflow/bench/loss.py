@@ -14,8 +14,8 @@ from xentflow.losses import linear_cross_entropy
 LARGE = {"S": 1024, "F": 256, "K": 16384}
 FEW_CLASSES = {"S": 48000, "F": 784, "K": 10}
 MEMORY = {"S": 2048, "F": 256, "K": 32768}
-CHUNKS = (64, 128, 256, 512, 1024)
-GROWTH = {"S": (1024, 2048, 4096), "K": (8192, 16384, 32768), "F": (128, 256, 512)}
+CHUNKS = (128, 256, 512)
+GROWTH = {"S": (1024, 2048, 4096), "K": (8192, 16384, 32768), "F": (128, 512)}
 BASE = {"S": 1024, "F": 128, "K": 8192}
 
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -120,7 +120,7 @@ def alone(title: str, module: str, case: str, threads: int, **shape: int) -> Pea
         [sys.executable, "-m", "xentflow.bench.alone", arguments], capture_output=True, text=True, check=False
     )
     if run.returncode:
-        raise XentflowError(f"bench: {title} ended with status {run.returncode}: {run.stderr.strip()[-300:]}")
+        raise XentflowError(f"bench: {title} ended with status {run.returncode}: {run.stderr.strip().splitlines()[-1]}")
     mib, seconds = json.loads(run.stdout.splitlines()[-1])
     return Peak(title, mib, seconds)
 

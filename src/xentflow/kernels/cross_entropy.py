@@ -29,10 +29,11 @@ def cross_entropy(problem: Problem, weights: Tensor | None, backend: Backend = "
         return ell if weights is None else (weights * ell).sum()
     operands = (q, k, problem.bias, problem.mask, problem.labels, problem.targets, problem.smoothing)
     if weights is None:
-        return _of_rows(*operands)
+        rows: Tensor = _of_rows(*operands)
+        return rows
     wants = [torch.is_grad_enabled() and X is not None and X.requires_grad for X in (q, k, problem.bias)]
-    total, *_ = _summed(*operands, weights, *wants, backend)
-    return total
+    found: tuple[Tensor, ...] = _summed(*operands, weights, *wants, backend)
+    return found[0]
 
 
 def plain(problem: Problem) -> Tensor:
@@ -128,7 +129,8 @@ def _summed(
     problem = Problem(q, k, bias, mask, labels, targets, smoothing)
     with torch.autocast(q.device.type, enabled=False):
         ell, grads = _value_and_gradients(problem, weights, (wants_q, wants_k, wants_b), backend)
-    return ((weights.to(ell.dtype) * ell).sum(), *(q.new_empty(0) if X is None else X for X in grads))
+    dq, dk, db = (q.new_empty(0) if X is None else X for X in grads)
+    return (weights.to(ell.dtype) * ell).sum(), dq, dk, db
 
 
 @_summed.register_fake
@@ -251,10 +253,12 @@ def _differentiate_gradients(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
     def gradients(*operands: Tensor) -> tuple[Tensor, ...]:
         q, k, weights, *b = operands
 
-        def summed(*inputs: Tensor) -> Tensor:
-            return (weights * plain(Problem(*inputs[:2], inputs[2] if b else None, mask, labels, targets, ctx.smoothing))).sum()  # fmt: skip  # noqa: E501
+        def summed(q: Tensor, k: Tensor, *b: Tensor) -> Tensor:
+            problem = Problem(q, k, b[0] if b else None, mask, labels, targets, ctx.smoothing)
+            return (weights * plain(problem)).sum()
 
-        return torch.func.grad(summed, argnums=tuple(range(2 + len(b))))(q, k, *b)
+        found: tuple[Tensor, ...] = torch.func.grad(summed, argnums=tuple(range(2 + len(b))))(q, k, *b)
+        return found
 
     operands = [q, k, weights, *([] if bias is None else [bias])]
     dq, dk, dw, *db = torch.func.vjp(gradients, *operands)[1](tuple(upstream[: len(operands) - 1]))

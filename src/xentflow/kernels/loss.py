@@ -126,9 +126,9 @@ class _Block:
             self._of_one_class(list(tiles))
         else:
             self._of_many(list(tiles))
-        # Nothing left by the mask, or of no weight: silent, not NaN.
-        self.dead = (self.total == 0) | (weights == 0)
-        self.ell = self.ell.masked_fill(self.total == 0, 0)
+        # Nothing left by the mask: silent, not NaN.
+        self.dead = self.total == 0
+        self.ell = self.ell.masked_fill(self.dead, 0)
         self.scale = (weights / self.total).masked_fill(self.dead, 0)
 
     def _of_one_class(self, tiles: list[tuple[slice, Tensor]]) -> None:
@@ -157,16 +157,15 @@ class _Block:
 
     def _of_many(self, tiles: list[tuple[slice, Tensor]]) -> None:
         m = largest(tiles)
-        linear, mass = torch.zeros_like(self.weights), torch.zeros_like(self.weights)
+        linear = torch.zeros_like(self.weights)
         for columns, N in tiles:
             N.sub_(m)
             C = self.problem.targets_of(self.index, self.rows, columns)
-            mass += C.sum(-1)
             linear += (C * N[0].masked_fill(N[0].isneginf(), 0)).sum(-1)
             e = N.mul_(LOG2E).exp2_()[0]
             self.total += e.sum(-1)
             self.tiles.append((columns, e))
-        self.ell = self.total.log() * mass - linear
+        self.ell = self.total.log() - linear
 
     def of_q(self) -> Tensor:
         """∂q of the block."""
