@@ -68,7 +68,7 @@ class Model(ABC):
         return pulled
 
     def factors(self, Z: Features, axis: Axis) -> Factors | None:
-        """The logits as inner products, from which attention is computed without keeping them; None where they are not."""
+        """The logits as inner products, or None: so attention is computed without keeping them."""
         return None
 
     def operator_norm(self) -> Tensor:

@@ -81,8 +81,8 @@ class Derivation:
     roles, printed, splitting, potential: of the mixing half; tied: one pair of halves, repeated; target: whether the
     mixing half has a learned C, or a uniform one that holds no information; normalisation: features on a sphere, free,
     or the steps taken at normalised features and added to the others, as pre-norm does; separate: whether the target
-    term has a θ of its own, the paper's θ^(ℓ+½), in every half; relative: whether the mixing half's learned C has a logit
-    for each distance instead of one for each pair of places.
+    term has a θ of its own, the paper's θ^(ℓ+½), in every half; relative: whether the mixing half's learned C has a
+    logit for each distance instead of one for each pair of places.
     """
 
     roles: Roles = "own"

@@ -68,7 +68,7 @@ class Objective:
         return self.dense(self.checked(C, N, mask), N, mask)
 
     def checked(self, C: Any, N: Tensor, mask: Mask | Masking | None = None) -> Tensor:
-        """C validated as by ``targets``; labels stay labels, int64 ``(*batch, D)``, and take no more memory than that."""
+        """C validated as by ``targets``; labels stay labels, int64 ``(*batch, D)``, taking no more memory."""
         masking = mask if isinstance(mask, Masking) else Masking(mask)
         compact = masking.dense is None and isinstance(C, Tensor) and not _like_logits(C, N)
         mask = None if compact else masking.tensor(N, self.axis)
