@@ -138,8 +138,8 @@ class PerHead(nn.Module):
 
     def forward(self, Z: Tensor) -> Tensor:
         """The logits of C."""
-        logits = self.leave(nn.functional.gelu(self.enter(Z)))
-        return logits.unflatten(-1, (self.heads, -1)).movedim(-2, -3)
+        logits: Tensor = self.leave(nn.functional.gelu(self.enter(Z)))
+        return logits.view(*logits.shape[:-1], self.heads, -1).movedim(-2, -3)
 
 
 class PreNorm(DerivedBlock):
@@ -369,7 +369,8 @@ def matched(inputs: Inputs, shape: Shape, wanted: int) -> Shape:
 
 def _drawn(width: int, *shape: int) -> Tensor:
     # On features of norm √F logits then start at about ½: C and p differ from the first step on, and so θ is heard.
-    return torch.randn(shape) * 0.5 / width**0.5
+    drawn: Tensor = torch.randn(shape) * 0.5 / width**0.5
+    return drawn
 
 
 def _sphere(width: int) -> Sphere:

@@ -124,8 +124,8 @@ def planned(config: TrainConfig, records: Records) -> list[Run]:
     for network in NETWORKS:
         base = replace(plain, network=network, task=config.task, steps=shorter[network], seed=TUNING_SEED)
         runs += [Run(f"tuning {network} {rate:g}", replace(base, learning_rate=rate)) for rate in RATES]
-    rates = {network: _best(runs, records, network) for network in NETWORKS}
-    if None in rates.values():
+    rates = {network: rate for network in NETWORKS if (rate := _best(runs, records, network)) is not None}
+    if len(rates) < len(NETWORKS):
         return runs
     judged = {
         network: replace(plain, network=network, steps=steps[network], learning_rate=rates[network])

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -218,11 +219,13 @@ def make_task(config: TrainConfig) -> Task:
         return Text(text, config.tokens, config.device)
     if config.task == "files":
         assert config.data_dir is not None
-        parts = [load_mnist_format(config.data_dir, part) for part in ("train", "test")]
+        folder = config.data_dir
+        training, test = load_mnist_format(folder, "train"), load_mnist_format(folder, "test")
     else:
-        parts = [load_fashion_mnist(part, config.data_dir) for part in ("train", "test")]
+        training, test = load_fashion_mnist("train", config.data_dir), load_fashion_mnist("test", config.data_dir)
     return Images(
-        *parts,
+        training,
+        test,
         config.patch,
         shift=config.shift,
         shuffled=config.shuffle_labels,
@@ -330,14 +333,14 @@ def _tensorboard(wanted: bool, output: Path) -> Iterator[Callable[[dict[str, Any
         yield lambda entry: None
         return
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        board: Any = import_module("torch.utils.tensorboard")
     except ImportError as error:
         raise XentflowError("tensorboard: expected the package, got none; pip install 'xentflow[log]'") from error
-    with SummaryWriter(output / "tensorboard") as writer:  # type: ignore[no-untyped-call]
+    with board.SummaryWriter(output / "tensorboard") as writer:
 
         def write(entry: dict[str, Any]) -> None:
             for name, value in entry.items():
                 if name != "step" and value is not None:
-                    writer.add_scalar(name, value, entry["step"])  # type: ignore[no-untyped-call]
+                    writer.add_scalar(name, value, entry["step"])
 
         yield write

@@ -165,6 +165,7 @@ def _accuracies(results: Sequence[Found]) -> list[float]:
 
 def _depth(records: Records) -> str:
     parts = []
+    rows: list[Sequence[str]]
     derived = _of_seed_0(records, "derived")
     if derived and "own_energy" in derived:
         rows = [
@@ -173,8 +174,8 @@ def _depth(records: Records) -> str:
                 zip(derived["own_energy"], derived["own_cosine"], strict=True)
             )
         ]
-        heading = ("layer", "half", "own ℓ before", "after", "cosine with its own flow")
-        parts.append(_table("Each half's own energy, per token, seed 0", heading, rows))
+        of_halves = ("layer", "half", "own ℓ before", "after", "cosine with its own flow")
+        parts.append(_table("Each half's own energy, per token, seed 0", of_halves, rows))
     for network in NETWORKS:
         depth = _of_seed_0(records, network)
         if depth:

@@ -290,7 +290,7 @@ class Trainer:
         """The step as a CUDA graph; what trying it out changed is put back."""
         changed = [*self._held().values(), self._place]
         before = [tensor.clone() for tensor in changed]
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
