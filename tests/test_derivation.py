@@ -25,6 +25,7 @@ LOGITS = {
     "both": "ZθZᵀ",
     "own": "ZθZᵀ",
     "factor": "ZφφᵀZᵀ",
+    "factors": "ZφψᵀZᵀ",
     "bilinear": "ZθYᵀ",
     "functional": "f(Z)",
 }
@@ -33,6 +34,7 @@ TERMS = {
     "linear-bias": ("pθ", "Cθ"),
     "both": ("pZθᵀ + pᵀZθ", "CZθᵀ + CᵀZθ"),
     "factor": ("pZφφᵀ + pᵀZφφᵀ", "CZφφᵀ + CᵀZφφᵀ"),
+    "factors": ("pZψφᵀ + pᵀZφψᵀ", "CZψφᵀ + CᵀZφψᵀ"),
     "bilinear": ("pYθᵀ", "CYθᵀ"),
     "functional": ("p : ∂f(Z)", "C : ∂f(Z)"),
 }
@@ -51,7 +53,7 @@ SPLITTINGS = (
 
 # Every control word of LaTeX and amsmath that a derivation is made of; any other would stop a paper from compiling.
 CONTROL_WORDS = re.compile(
-    r"begin|end|noindent|emph|par|left|right|quad|mathrm|text|dot|ell|theta|phi|Omega|Phi|nabla|partial|langle|rangle|"
+    r"begin|end|noindent|emph|par|left|right|quad|mathrm|text|dot|ell|theta|phi|psi|Omega|Phi|nabla|partial|langle|rangle|"
     r"lVert|rVert|sum|log|exp|tfrac|max|sqrt|mapsto"
 )
 
@@ -62,8 +64,9 @@ def model(kind, heads=None):
         return xf.Linear(torch.ones(*head, K, F), torch.zeros(*head, K) if "bias" in kind else None)
     if kind in ("both", "own"):
         return xf.Quadratic(torch.ones(*head, F, F), roles=kind)
-    if kind == "factor":
-        return xf.Quadratic.from_factor(torch.ones(*head, F, 2))
+    if kind in ("factor", "factors"):
+        phi = torch.ones(*head, F, 2)
+        return xf.Quadratic.from_factor(phi, psi=None if kind == "factor" else phi)
     if kind == "bilinear":
         return xf.Bilinear(torch.ones(*head, F, 2))
     return xf.Functional(nn.Linear(F, K), heads=heads)

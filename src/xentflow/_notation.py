@@ -89,7 +89,7 @@ _RENDERINGS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"_\{(\d+)\}", _subscript),
     (r"_\{([^}]*)\}", r"[\1]"),
     (r"_h\b", "ₕ"),
-    (r"(?<=[NpCθφbfw′])_h", "ₕ"),
+    (r"(?<=[NpCθφψbfw′])_h", "ₕ"),
     (r" - ", " − "),
     (r"(?<![\w])-(?=\S)", "−"),
     (r" +", " "),
