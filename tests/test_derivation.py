@@ -143,7 +143,8 @@ class TestEveryChoice:
             assert "Z⁺ = " in steps
             stages = len(splitting.schedule()) if isinstance(splitting, xf.Splitting) else 1
             assert len(steps.splitlines()) == stages
-            assert ("exp(" in steps) == (getattr(splitting, "exact", False) and kind in ("both", "own", "factor"))
+            exact = getattr(splitting, "exact", False) and kind in ("both", "own", "factor", "factors")
+            assert ("exp(" in steps) == exact
 
     def test_with_heads_every_symbol_has_its_own(self, axis, kind):
         block = xf.derive(xf.CrossEntropy(axis), model(kind, H))
@@ -152,7 +153,8 @@ class TestEveryChoice:
         assert "Nₕ = " in text
         assert "Σₕ" in row(text, "objective")
         assert "Σₕ" in row(text, "block")
-        for symbol in {"linear": "θₕ", "factor": "φₕ", "functional": "fₕ", "linear-bias": "bₕ"}.get(kind, "θₕ").split():
+        own = {"factor": "φₕ", "factors": "φₕ ψₕ", "functional": "fₕ", "linear-bias": "bₕ"}
+        for symbol in own.get(kind, "θₕ").split():
             assert symbol in text
         one = xf.derive(xf.CrossEntropy(axis), model(kind)).derivation()
         attention = (OWN[axis] if kind == "own" else TERMS[kind])[0]
@@ -164,7 +166,7 @@ class TestEveryChoice:
             block = xf.derive(xf.CrossEntropy(axis), model(kind, heads), target_model=model(kind, heads))
             text, latex = block.derivation(), block.derivation("latex")
             clean(text, latex)
-            symbol = {"factor": "φ′", "functional": "f′"}.get(kind, "θ′")
+            symbol = {"factor": "φ′", "factors": "ψ′φ′", "functional": "f′"}.get(kind, "θ′")
             assert symbol in row(text, "block").splitlines()[-1]
             assert symbol not in row(text, "block").splitlines()[0]
             assert "dℓ/dt" not in text
