@@ -166,7 +166,7 @@ class TestEveryChoice:
             block = xf.derive(xf.CrossEntropy(axis), model(kind, heads), target_model=model(kind, heads))
             text, latex = block.derivation(), block.derivation("latex")
             clean(text, latex)
-            symbol = {"factor": "φ′", "factors": "ψ′φ′", "functional": "f′"}.get(kind, "θ′")
+            symbol = {"factor": "φ′", "factors": "ψ′", "functional": "f′"}.get(kind, "θ′")
             assert symbol in row(text, "block").splitlines()[-1]
             assert symbol not in row(text, "block").splitlines()[0]
             assert "dℓ/dt" not in text

@@ -204,7 +204,7 @@ class Pool:
                     self._start(run)
                 if not self._running:
                     break
-                time.sleep(0.2)
+                time.sleep(1)
         finally:
             for _, process, _ in self._running.values():
                 process.kill()
