@@ -78,6 +78,8 @@ def attend(
             for columns, e in block.tiles:
                 other[samples, columns] += tn(e, weighted)
         R[at] = (block.m + block.total.log()).squeeze(-1)
+        # Before the next block is made: its tiles are most of the memory.
+        del block
     return Found(own, None if other is None else other.to(dtype), R)
 
 
@@ -130,6 +132,7 @@ def attend_backward(
         da[at] = pulled.mul_(block.inverse)
         if du is not None and grad_other is not None:
             du[at] = _gathered(block, grad_other[samples]).mul_(block.inverse)
+        del block, products
     return Gradients(*(None if X is None else X.to(came) for X in (da, dc, du, dv, db)))  # type: ignore[arg-type]
 
 

@@ -219,9 +219,13 @@ def _(
 def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs[:6], inputs[7], *output[1:])
     ctx.smoothing, ctx.wants = inputs[6], inputs[8:11]
+    # Nothing comes back through the gradients among the outputs: no zeros of their size are made for it.
+    ctx.set_materialize_grads(False)
 
 
-def _differentiate_sum(ctx: Any, upstream: Tensor, *unused: Tensor) -> tuple[Any, ...]:
+def _differentiate_sum(ctx: Any, upstream: Tensor | None, *unused: Tensor | None) -> tuple[Any, ...]:
+    if upstream is None:
+        return (None,) * 12
     *operands, weights, dq, dk, db = ctx.saved_tensors
     if torch.is_grad_enabled():
         dq, dk, db = _gradients(*operands, ctx.smoothing, weights * upstream)

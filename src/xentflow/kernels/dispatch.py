@@ -95,10 +95,9 @@ def attend_both(
         return reference.attend(a, c, u, v, bias, mask, causal)
     batch = _logits_of(a, c).shape[:-2]
     S, K = a.shape[-2], c.shape[-2]
-    flat = [None if X is None else X.expand(*batch, *X.shape[-2:]).reshape(-1, *X.shape[-2:]) for X in (a, c, u, v)]
+    flat = [None if X is None else _flat(X, batch, *X.shape[-2:]) for X in (a, c, u, v)]
     b = None if bias is None else bias.expand(*batch, K).reshape(-1, K)
-    # A mask shared by the batch stays one matrix: expanded, not copied.
-    m = None if mask is None else _flat_mask(mask, batch, S, K)
+    m = None if mask is None else _flat(mask, batch, S, K)
     own, other, R = _attend(*flat, b, m, causal, backend)
     return (
         None if v is None else own.reshape(*batch, *own.shape[-2:]),
@@ -113,10 +112,11 @@ def _logits_of(a: Tensor, c: Tensor) -> Tensor:
     return a.new_empty(()).expand(*batch, a.shape[-2], c.shape[-2])
 
 
-def _flat_mask(mask: Tensor, batch: torch.Size, S: int, K: int) -> Tensor:
-    if all(size == 1 for size in mask.shape[:-2]):
-        return mask.reshape(1, *mask.shape[-2:]).expand(batch.numel(), S, K)
-    return mask.expand(*batch, S, K).reshape(-1, S, K)
+def _flat(X: Tensor, batch: torch.Size, rows: int, columns: int) -> Tensor:
+    """One matrix after another; where all share one it stays one, expanded and not copied."""
+    if all(size == 1 for size in X.shape[:-2]):
+        return X.reshape(1, *X.shape[-2:]).expand(batch.numel(), rows, columns)
+    return X.expand(*batch, rows, columns).reshape(-1, rows, columns)
 
 
 # An operator returns tensors and nothing else: an empty one stands for what was not asked for.

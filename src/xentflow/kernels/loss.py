@@ -103,6 +103,8 @@ def sweep(
                 block.add_of_k(grads.k[of_key])
             if grads.b is not None:
                 block.add_of_b(grads.b[of_key])
+            # Before the next block is made: its tiles are most of the memory.
+            del block
     dk = grads.k if grads.k is None else grads.k.to(k.dtype)
     db = grads.b if grads.b is None else grads.b.to(k.dtype)
     return values, Gradients(grads.q, dk, db)
