@@ -25,7 +25,7 @@ def kernel():
 
 
 def choice(q, k, u, v, mask, backend):
-    return dispatch.choose(q, u, v, mask, backend)
+    return dispatch.choose(q, k, u, v, mask, backend)
 
 
 def doubled(monkeypatch, answer):
@@ -54,6 +54,7 @@ def test_many_go_to_the_faster_of_two(monkeypatch):
     doubled(monkeypatch, True)
     assert choice(*operands(MANY), None, "auto") == "chunked"
     assert choice(*operands(MANY), None, "fused") == "fused"
+    assert choice(*operands(dispatch.LONG + 1), None, "auto") == "fused"
 
 
 def test_what_the_fused_kernel_cannot_do_goes_to_tiles(monkeypatch):

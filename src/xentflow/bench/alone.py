@@ -9,10 +9,15 @@ import importlib
 import json
 import sys
 import time
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from xentflow.bench.measure import high_water
+
+ENOUGH = 1.0
+"""Seconds of repetitions, of which the fastest counts."""
 
 
 def main(arguments: str) -> None:
@@ -26,11 +31,21 @@ def main(arguments: str) -> None:
     run = build(**asked["shape"])
     _forget_high_water()
     before = high_water()
+    seconds, outputs = _timed(run)
+    extra = high_water() - before - sum(output.nbytes for output in outputs)
+    del outputs
+    # What a shape costs when it first comes is no part of how time grows.
+    again = 0.0
+    while again < ENOUGH and seconds < ENOUGH:
+        last = _timed(run)[0]
+        seconds, again = min(seconds, last), again + last
+    print(json.dumps([max(extra, 0) / 2**20, seconds]))
+
+
+def _timed(run: Callable[[], list[Tensor]]) -> tuple[float, list[Tensor]]:
     start = time.perf_counter()
     outputs = run()
-    seconds = time.perf_counter() - start
-    extra = high_water() - before - sum(output.nbytes for output in outputs)
-    print(json.dumps([max(extra, 0) / 2**20, seconds]))
+    return time.perf_counter() - start, outputs
 
 
 def _forget_high_water() -> None:

@@ -23,6 +23,9 @@ FEW = 2**21
 FEW_ON_GPU = 2**26
 """The same on a GPU, where 256 MiB are soon gone through."""
 
+LONG = 2**14
+"""Keys beyond which tiles have too few rows to be multiplied fast."""
+
 
 def are_few(count: int, device: torch.device) -> bool:
     """Whether so many logits are best formed as they are."""
@@ -48,12 +51,12 @@ def choose_plain(a: Tensor, c: Tensor, backend: Backend) -> bool:
 
 
 def choose(
-    a: Tensor, u: Tensor | None, v: Tensor | None, mask: Tensor | None, backend: str
+    a: Tensor, c: Tensor, u: Tensor | None, v: Tensor | None, mask: Tensor | None, backend: str
 ) -> Literal["chunked", "fused"]:
     """The backend for operands of many logits; ``"auto"`` takes the fastest that can do it."""
-    fuses = fuses_by_choice(a, backend) and all(
-        fused.supports(a, X, mask, both=u is not None) for X in (u, v) if X is not None
-    )
+    # Tiles of few rows are multiplied slowly, and rows are few where keys are many.
+    wanted = fuses_by_choice(a, backend) or (backend == "auto" and c.shape[-2] > LONG)
+    fuses = wanted and all(fused.supports(a, X, mask, both=u is not None) for X in (u, v) if X is not None)
     return "fused" if fuses else "chunked"
 
 
@@ -134,7 +137,7 @@ def _attend(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.autocast(a.device.type, enabled=False):
-        if choose(a, u, v, mask, backend) == "fused":
+        if choose(a, c, u, v, mask, backend) == "fused":
             own, other, R = fused.attend(a, c, u, v, bias, causal)
         else:
             own, other, R = chunked.attend(a, c, u, v, bias, mask, causal)

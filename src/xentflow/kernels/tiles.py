@@ -7,6 +7,7 @@ normaliser are known before anything is divided. The sizes were measured; nothin
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -36,6 +37,7 @@ class Tiling:
     @classmethod
     def of(cls, S: int, K: int) -> "Tiling":
         """For matrices of S×K logits."""
+        keep_freed_memory()
         rows = min(S, MOST_ROWS, max(FEWEST_ROWS, KEPT // K))
         columns = min(K, max(COLUMNS, TILE // MOST_ROWS))
         return cls(max(1, TILE // (S * K)), rows, columns)
@@ -45,6 +47,16 @@ class Tiling:
         for first, last in spans(n, self.samples):
             for start, stop in spans(S, self.rows):
                 yield slice(first, last), slice(start, stop)
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Let the C library hand freed tiles out again, where it would return each to the system and fault it in anew.
+
+    Freeing one large allocation, which is never touched, teaches glibc that such sizes come and go; elsewhere it is
+    nothing.
+    """
+    torch.empty(2**25 - 2**16, dtype=torch.uint8)
 
 
 def spans(length: int, size: int) -> Iterator[tuple[int, int]]:
