@@ -46,7 +46,8 @@ def attention_products(
     if potential.axis == "classes":
         own, other = _softmax(scaled_q, k, q, k, scaled_b, masking, rows, columns, backend)
         return Products(own, other)
-    turned = Masking(None if masking.dense is None else masking.dense.mT, masking.columns, masking.rows, masking.causal)
+    dense = None if masking.dense is None else torch.atleast_2d(masking.dense).mT
+    turned = Masking(dense, masking.columns, masking.rows, masking.causal)
     # A bias is the same for all entries of a column: its softmax does not see it.
     own, other = _softmax(k, scaled_q, k, q, None, turned, columns, rows, backend)
     return Products(other, own)
