@@ -118,3 +118,26 @@ def test_all_ignored_is_nothing(generator, many):
     ell.backward()
     assert float(ell.detach()) == 0
     assert Z.grad.eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_mean_over_many_has_its_digits_in_half_precision(dtype, generator):
+    """1/n of 70,000 tokens is subnormal in float16, and off by a thousandth."""
+    Z = torch.randn(70_000, 2, generator=generator).to(dtype)
+    theta = torch.randn(3, 2, generator=generator).to(dtype)
+    labels = torch.randint(3, (70_000,), generator=generator)
+    mean = xf.linear_cross_entropy(Z, theta, labels, axis="classes", backend="chunked")
+    expected = torch.nn.functional.cross_entropy(Z.detach().double() @ theta.double().T, labels)
+    assert_close(mean.double(), expected, rtol=torch.finfo(dtype).eps / 2, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_a_mask_of_one_row_serves_all_tokens_on_the_sequence_axis(backend, generator):
+    Z, theta, *_ = drawn(generator, (), (2,), "sequence")
+    mask = torch.tensor([True, True, False, *[True] * (len(theta) - 3)])
+    labels = torch.zeros(2, len(theta), dtype=torch.long)
+    found = [
+        xf.feature_gradient(xf.CrossEntropy("sequence"), xf.Linear(theta), Z, labels, m, backend=backend).attention
+        for m in (mask, mask.expand(S, len(theta)))
+    ]
+    assert_close(*found)

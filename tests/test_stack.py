@@ -57,9 +57,9 @@ class TestDepth:
         one, other = linear_block(generator), linear_block(generator, "sequence", splitting=xf.Strang())
         stack, Z = xf.Stack([one, other], repeats=2), normal((2, S, F), generator)
         assert stack.depth == 4
-        assert torch.equal(stack(Z), other(other(one(one(Z)))))
+        assert torch.equal(stack(Z), other(one(other(one(Z)))))
         assert stack.trajectory(Z).stages == [
-            "start", *["attention", "target"] * 2, *["target", "attention", "target"] * 2
+            "start", *["attention", "target", "target", "attention", "target"] * 2
         ]  # fmt: skip
 
     def test_times_and_energies_run_on(self, generator):

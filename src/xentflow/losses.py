@@ -66,14 +66,15 @@ def linear_cross_entropy(
     if mask is not None:
         counted = mask.expand(like.shape).any(dimension(axis))
     if ignore_index is not None:
-        C, kept = _without_ignored(C, ignore_index, like, axis, mask)
+        C, kept = _without_ignored(C, ignore_index, like, distributions, axis, mask)
         counted = counted & kept
     C = objective.checked(C, like, mask)
     if C.is_floating_point() and label_smoothing:
         raise XentflowError("label_smoothing: expected integer labels to smooth, got targets; smooth those themselves")
     problem = _problem(Z, model, C, like, axis, temperature, mask, label_smoothing)
     # Ω(N) = T log Σ exp N/T: ℓ is T times the cross-entropy of N/T.
-    weights = temperature * counted.to(Z.dtype)
+    # In float32 at least: in half precision 1/n has few digits, or none.
+    weights = temperature * counted.to(torch.promote_types(Z.dtype, torch.float32))
     if reduction == "none":
         ell = _like_distributions(cross_entropy(problem, None, backend), distributions, axis, model.heads)
         found = (ell * weights).to(Z.dtype)
@@ -150,12 +151,19 @@ def _like_distributions(rows: Tensor, distributions: Tensor, axis: Axis, heads: 
 
 
 def _without_ignored(
-    C: Targets, ignore_index: int, like: Tensor, axis: Axis, mask: Tensor | None
+    C: Targets, ignore_index: int, like: Tensor, distributions: Tensor, axis: Axis, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Labels with any that take part in the place of ignored ones, and which distributions count."""
     if not isinstance(C, Tensor) or C.is_floating_point() or C.dtype == torch.bool:
         came = C.dtype if isinstance(C, Tensor) else type(C).__name__
         raise XentflowError(f"ignore_index: expected integer labels, some of which are to be ignored, got {came}")
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise XentflowError(f"ignore_index: expected a whole number, got {ignore_index!r}")
+    if C.shape != distributions.shape:
+        raise XentflowError(
+            f"ignore_index: expected integer labels {tuple(distributions.shape)}, one for each distribution, got "
+            f"{tuple(C.shape)}"
+        )
     kept = C.ne(ignore_index)
     if mask is None:
         return torch.where(kept, C, 0), kept

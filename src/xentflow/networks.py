@@ -100,13 +100,6 @@ class Derivation:
         """Whether each half descends an energy of its own, which can be asked for."""
         return self.normalisation != "pre-norm" and not self.separate
 
-    @property
-    def words(self) -> str:
-        """What differs from the defaults."""
-        changed = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        other = [f"{k}={v}" for k, v in changed.items() if v != getattr(Derivation(), k)]
-        return ", ".join(other) or "as derived"
-
 
 LATENT = 16
 """How many latent classes a head of the sorting half tells apart."""

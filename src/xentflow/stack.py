@@ -23,9 +23,9 @@ from xentflow.trajectory import Trajectory
 class Stack(nn.Module):
     """Blocks one after another, and a read-out.
 
-    blocks: distinct ones, or one that ``repeats`` times; readout: any module of the final features, the model itself
-    for example, which reads logits through the same θ; checkpointing: recompute each block in the backward pass, so
-    that a deep stack keeps one block's intermediate results at a time.
+    blocks: one after another, and all of them ``repeats`` times over; readout: any module of the final features, the
+    model itself for example, which reads logits through the same θ; checkpointing: recompute each block in the backward
+    pass, so that a deep stack keeps one block's intermediate results at a time.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Stack(nn.Module):
         return f"depth={self.depth}, " + (f"tied, repeats={self.repeats}" if self.repeats > 1 else "untied")
 
     def sequence(self) -> list[DerivedBlock]:
-        return [block for block in self.blocks for _ in range(self.repeats)]  # type: ignore[misc]
+        return [block for _ in range(self.repeats) for block in self.blocks]  # type: ignore[misc]
 
 
 @torch.no_grad()

@@ -44,6 +44,8 @@ def test_masks(bad, fragments):
         ({"label_smoothing": True}, ("label_smoothing: expected", "True")),
         ({"label_smoothing": 0.1, "C": torch.full((2, 5, 4), 0.25).double()}, ("label_smoothing: expected integer",)),
         ({"ignore_index": 0, "C": torch.full((2, 5, 4), 0.25).double()}, ("ignore_index: expected integer labels",)),
+        ({"ignore_index": "a"}, ("ignore_index: expected a whole number", "'a'")),
+        ({"ignore_index": 0, "C": LABELS[0, :3]}, ("ignore_index: expected integer labels (2, 5)", "(3,)")),
         ({"ignore_index": 0, "C": [1]}, ("ignore_index: expected integer labels", "list")),
         ({"reduction": "max"}, ('reduction: expected "mean", "sum" or "none"', "'max'")),
         ({"backend": "fast"}, ("backend: expected one of auto, reference, chunked, fused", "'fast'")),

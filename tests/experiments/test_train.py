@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from training import config, train, write_both_splits
 from xentflow.cli import main
 from xentflow.errors import XentflowError
-from xentflow.experiments.train import TrainConfig, make_network, make_task, run
+from xentflow.experiments.train import TrainConfig, checkpoint_settings, make_network, make_task, run
 from xentflow.networks import count
 
 
@@ -113,6 +113,13 @@ def test_sequences_and_text_go_through_the_command_line(tmp_path):
         ({"optimisation": "two-stage"}, "two-stage"),
         ({"seed": -1}, "seed"),
         ({"keep": 0}, "keep"),
+        ({"steps": 2.5}, "steps: expected a whole number"),
+        ({"device": "gpu"}, "device: expected"),
+        ({"budget": float("inf")}, "budget"),
+        ({"compare": True, "task": "recall"}, "task: expected images"),
+        ({"network": "transformer", "roles": "both"}, "roles: expected own with network=transformer"),
+        ({"relative": True, "target": False}, "relative"),
+        ({"network": "paper", "tied": True, "optimisation": "two-stage", "compiled": True}, "compiled"),
         ({"budget": 0.0}, "budget"),
         ({"seeds": 1}, "seeds"),
     ],
@@ -120,6 +127,27 @@ def test_sequences_and_text_go_through_the_command_line(tmp_path):
 def test_settings_that_make_no_sense_are_refused(settings, message):
     with pytest.raises(XentflowError, match=message):
         TrainConfig(**settings)
+
+
+def test_other_data_is_another_run(folder, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    settings = TrainConfig(task="text", text=str(text), tokens=4, steps=2, batch=4, network="transformer")
+    for content in ("to be or not to be, " * 60, "that is the question " * 60):
+        text.write_text(content)
+        assert run(settings, tmp_path / "out") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "other settings (data)" in said
+    assert "going on" not in said
+
+
+def test_a_comparison_with_more_time_goes_on_from_the_checkpoints_it_has():
+    assert checkpoint_settings(TrainConfig(minutes=1.0, workers=2)) == checkpoint_settings(TrainConfig())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_said():
+    with pytest.raises(XentflowError, match="torch sees no GPU"):
+        make_task(TrainConfig(device="cuda"))
 
 
 def test_a_text_that_cannot_be_read_is_refused(tmp_path):

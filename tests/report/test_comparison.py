@@ -1,7 +1,10 @@
 """The comparison's tables, from records that are written down here."""
 
+import json
 import statistics
+from pathlib import Path
 
+import pytest
 from scipy import stats
 from torch.testing import assert_close
 
@@ -44,8 +47,16 @@ def records():
         runs[f"short transformer seed {seed}"] = run(network="transformer", accuracy=accuracy - 0.2)
     runs["ablation Lie–Trotter seed 0"] = run(accuracy=0.9)
     of = {"compiled": True}
-    timing = {"seconds": {"derived": 0.002, "transformer": 0.001}, "device": "cuda", "of": of}
-    config = {"size": "small", "patch": 4, "batch": 128, "shift": 2, "budget": 20.0}
+    timing = {"seconds": {"derived": 0.002, "transformer": 0.001}, "of": of}
+    config = {
+        "task": "fashion-mnist",
+        "device": "cuda",
+        "size": "small",
+        "patch": 4,
+        "batch": 128,
+        "shift": 2,
+        "budget": 20.0,
+    }
     return {"config": config, "timing": timing, "runs": runs}
 
 
@@ -86,5 +97,29 @@ def test_an_interval_around_zero_is_said_to_include_it():
     assert "which includes zero" in as_markdown(found)
 
 
+def test_records_of_settings_that_have_changed_are_left_out():
+    found = records()
+    for seed in range(2, 4):
+        found["runs"][f"transformer seed {seed}"] = run(network="transformer", accuracy=seed / 10, rate=0.001)
+    assert "| transformer | 1,234 | 10 | 0.001 | 0.3000 ± 0.0000 | 0.3000 ± 0.0000 | 0.2500" in as_markdown(found)
+
+
+def test_images_that_were_not_moved_are_said_to_be_as_they_are():
+    found = records()
+    found["config"]["shift"] = 0
+    assert "training images as they are" in as_markdown(found)
+
+
 def test_records_of_nothing_make_no_table():
     assert as_markdown({"config": {}, "runs": {}}) == "Nothing has been measured yet.\n"
+
+
+@pytest.mark.parametrize("name", ["small", "tiny"])
+def test_the_tables_in_the_document_are_of_the_records_beside_it(name):
+    docs = Path(__file__).parents[2] / "docs"
+    _, _, rest = (docs / "label-free.md").read_text().partition(f"<!-- tables {name}: begin -->\n")
+    tables, end, _ = rest.partition(f"<!-- tables {name}: end -->")
+    kept = json.loads((docs / f"label-free-{name}.json").read_text())
+    assert end
+    assert len(kept["runs"]) > 20
+    assert tables.strip() == as_markdown(kept).strip()

@@ -262,6 +262,11 @@ def refusals(rank, size):
         "C: expected (13, 22)": lambda: sharded.linear_cross_entropy(
             Z, theta, torch.zeros(S, K + 1).double(), axis="classes", shard="classes"
         ),
+        "C: expected entries of at least 0 that sum to one": lambda: sharded.linear_cross_entropy(
+            Z, theta, torch.full((S, K), 2.0 / (size * K)).double(), axis="classes", shard="classes"
+        ),
+        "theta: expected finite": lambda: sharded.quadratic_attention(Z, theta[:F] * torch.nan, axis="classes"),
+        "theta: expected a torch.Tensor": lambda: sharded.quadratic_attention(Z, [[1.0]], axis="classes"),
         "theta: expected (K, F)": lambda: sharded.linear_cross_entropy(
             Z, theta[None], torch.zeros(S).long(), axis="classes", shard="classes"
         ),

@@ -108,6 +108,34 @@ def test_only_the_last_checkpoints_stay_and_a_damaged_one_is_passed_over(tmp_pat
     assert "no record that can be read" in said[0]
 
 
+def test_what_other_runs_left_in_the_folder_neither_counts_nor_goes(tmp_path):
+    Checkpoints(tmp_path, {"rate": 1}).save(finish(trainer()))
+    kept = Checkpoints(tmp_path, {"rate": 2}, keep=1, announce=lambda text: None)
+    run = trainer()
+    assert not kept.resume(run)
+    for _ in run.run():
+        kept.save(run)
+        if run.step == 3:
+            break
+    assert sorted(path.stem for path in tmp_path.iterdir()) == ["step-00000003", "step-00000011"]
+    again = trainer()
+    assert Checkpoints(tmp_path, {"rate": 2}, announce=lambda text: None).resume(again)
+    assert again.step == 3
+
+
+def test_a_run_that_has_diverged_keeps_its_last_good_checkpoint(tmp_path):
+    kept = Checkpoints(tmp_path, {"of": "test"})
+    run = trainer()
+    steps = run.run()
+    next(steps)
+    kept.save(run)
+    next(steps)
+    run._sums[0] = math.nan
+    with pytest.raises(XentflowError, match="finite loss, got nan after 2 steps"):
+        kept.save(run)
+    assert [path.stem for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
 def test_checkpoints_of_other_settings_and_of_other_networks_are_not_used(tmp_path):
     said = []
     run = finish(trainer())

@@ -2,7 +2,7 @@
 
 Every run is an ``xentflow train`` of its own, in a process of its own, and can be repeated from its record. First the
 time of a step is measured, both networks interleaved on an otherwise idle machine; the budget, in seconds of such
-steps, gives each its number of steps. Then the learning rate of each is chosen from one grid by validation accuracy, on
+steps, gives each its number of steps. Then the learning rate of each is chosen from one grid by validation loss, on
 a seed that is not judged. Then come, in this order: the judged seeds, the same with a part of the steps, the shuffled
 labels, ablations, the paper's stack, recall and text.
 
@@ -26,7 +26,7 @@ from rich.console import Console
 from xentflow.errors import XentflowError
 from xentflow.experiments.passes import one_thread
 from xentflow.experiments.stepping import seconds_per_step
-from xentflow.experiments.train import TrainConfig, checkpoint_settings
+from xentflow.experiments.train import COMPARISON, TrainConfig, checkpoint_settings
 from xentflow.records import report_console, require_writable, versions, write_whole
 
 RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
@@ -52,7 +52,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 
 
 PAPER_STACKS: dict[str, dict[str, Any]] = {
-    "two-stage": {"tied": True, "optimisation": "two-stage"},
+    "two-stage": {"tied": True, "optimisation": "two-stage", "compiled": False},
     "layer-wise, one θ": {"tied": True},
     "layer-wise, θ of every half-step": {},
 }
@@ -69,12 +69,8 @@ class Run:
     @property
     def settings(self) -> dict[str, Any]:
         """What its record depends on; versions are in the record, to be read and not to be matched."""
-        kept = {name: value for name, value in checkpoint_settings(self.config).items() if name != "versions"}
-        return {name: value for name, value in kept.items() if name not in COMPARISON}
+        return {name: value for name, value in checkpoint_settings(self.config).items() if name != "versions"}
 
-
-COMPARISON = ("seeds", "ablation_seeds", "budget", "workers", "minutes")
-"""Settings that say how many runs there are and when, and nothing about any of them."""
 
 Records = dict[str, Any]
 
@@ -103,11 +99,12 @@ def compare(config: TrainConfig, output: Path, console: Console) -> None:
     wanted = {name: value for name, value in asdict(config).items() if name not in ("data_dir", *COMPARISON[3:])}
     records |= {"config": wanted, "versions": versions()}
     _write(output, records)
-    timing = {"size": config.size, "patch": config.patch, "batch": config.batch, "compiled": config.compiled}
+    of = ("size", "patch", "batch", "compiled", "device")
+    timing = {name: getattr(config, name) for name in of} | asdict(config.derivation)
     if records.get("timing", {}).get("of") != timing:
         with one_thread():  # as the runs have
             seconds = seconds_per_step({name: replace(config, network=name, compare=False) for name in NETWORKS})
-        records["timing"] = {"of": timing, "seconds": seconds, "device": config.device}
+        records["timing"] = {"of": timing, "seconds": seconds}
         _write(output, records)
     Pool(config, output, console, records, deadline).work()
 
@@ -223,7 +220,7 @@ class Pool:
         # JSON is YAML.
         write_whole(folder / "config.yaml", (json.dumps(asdict(run.config), indent=1) + "\n").encode())
         # Threads of several runs at once would only get in each other's way.
-        environment = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "2"} | os.environ
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
         command = ["train", "--config", str(folder / "config.yaml"), "--output", str(folder)]
         with (folder / "said.txt").open("wb") as said:
             process = subprocess.Popen(
@@ -244,6 +241,8 @@ class Pool:
             result = json.loads((folder / "result.json").read_text())
             kept = {key: value for key, value in result.items() if key not in ("command", "config")}
             kept["seconds"] = round(time.monotonic() - began, 1)
+            # The newest stands last, also where it takes an older one's place.
+            self._records["runs"].pop(name, None)
             self._records["runs"][name] = {"settings": run.settings, "result": kept}
             _write(self._output, self._records)
             self._say(f"{name}: test accuracy {kept['test']['accuracy']:.4f}, loss {kept['test']['loss']:.4f} "

@@ -5,6 +5,8 @@ command goes on after an interruption, to the same bits; ``weights.safetensors``
 """
 
 import json
+import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,6 +44,9 @@ from xentflow.training.trainer import Recipe, Trainer, layer_wise
 
 TaskName = Literal["fashion-mnist", "files", "recall", "text"]
 NetworkName = Literal["derived", "transformer", "paper"]
+
+COMPARISON = ("seeds", "ablation_seeds", "budget", "workers", "minutes")
+"""Settings of a comparison that say how many runs there are and when, and nothing about any of them."""
 
 KIND = 1
 """The kind of run a checkpoint belongs to: one more whenever the same settings would lead elsewhere."""
@@ -108,8 +113,10 @@ class TrainConfig(Derivation, Recipe):
             if getattr(self, name) < least:
                 raise XentflowError(f"{name}: expected a whole number of at least {least}, got {getattr(self, name)}")
         for name in ("budget", "minutes"):
-            if not getattr(self, name) > 0:
-                raise XentflowError(f"{name}: expected a number above 0, got {getattr(self, name)}")
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise XentflowError(f"{name}: expected a finite number above 0, got {getattr(self, name)}")
+        if self.device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", self.device):
+            raise XentflowError(f'device: expected "cpu" or "cuda", got {self.device!r}')
         if self.task == "text" and self.text is None:
             raise XentflowError("text: expected a file with task=text, got none")
         if self.task == "files" and self.data_dir is None:
@@ -120,6 +127,21 @@ class TrainConfig(Derivation, Recipe):
             raise XentflowError(f"network: expected derived or transformer for task={self.task}, got paper")
         if self.optimisation == "two-stage" and not (self.network == "paper" and self.tied):
             raise XentflowError("optimisation: two-stage goes with network=paper and tied=true, whose layers share θ")
+        if self.optimisation == "two-stage" and self.compiled:
+            raise XentflowError("compiled: expected false with two-stage optimisation, whose stages are not compiled")
+        heard = {"transformer": {"relative"}, "paper": {"tied"}}.get(self.network, set(Derivation.__dataclass_fields__))
+        for field in fields(Derivation):
+            if field.name not in heard and getattr(self, field.name) != field.default:
+                raise XentflowError(
+                    f"{field.name}: expected {field.default} with network={self.network}, which has no such choice, "
+                    f"got {getattr(self, field.name)}"
+                )
+        if self.relative and not self.target:
+            raise XentflowError("relative: expected false with target=false, where no C is learned")
+        if self.compare and self.task not in ("fashion-mnist", "files"):
+            raise XentflowError(
+                f"task: expected images with compare, which adds recall and text itself, got {self.task}"
+            )
         if self.parallel != "none" and self.compare:
             raise XentflowError(
                 f"parallel: expected none with compare, which trains on one process, got {self.parallel}"
@@ -159,7 +181,10 @@ def _run(config: TrainConfig, output: Path, processes: Processes) -> int:
     network = make_network(config, task)
     trainer = make_trainer(config, network, task, processes)
     checkpoints = Checkpoints(
-        output / "checkpoints", checkpoint_settings(config), config.keep, lambda text: _say(console, text)
+        output / "checkpoints",
+        {**checkpoint_settings(config), "data": task.digest},
+        config.keep,
+        lambda text: _say(console, text),
     )
     if checkpoints.resume(trainer):
         _say(console, f"going on from step {trainer.step}")
@@ -208,6 +233,8 @@ def train(config: TrainConfig, trainer: Trainer, checkpoints: Checkpoints, outpu
 
 def make_task(config: TrainConfig) -> Task:
     """The task, its data on the device."""
+    if config.device != "cpu" and not torch.cuda.is_available():
+        raise XentflowError(f"device: expected one that is here, got {config.device}, and torch sees no GPU")
     if config.task == "recall":
         return Recall(device=config.device)
     if config.task == "text":
@@ -271,7 +298,7 @@ def make_trainer(config: TrainConfig, network: Network, task: Task, processes: P
 
 def checkpoint_settings(config: TrainConfig) -> dict[str, Any]:
     """What a checkpoint depends on."""
-    free = {"data_dir", "save_every", "keep", "tensorboard", "compare", "parallel"}
+    free = {"data_dir", "save_every", "keep", "tensorboard", "compare", "parallel", *COMPARISON}
     settings = {name: value for name, value in asdict(config).items() if name not in free}
     settings["device"] = config.device.partition(":")[0]
     return {**settings, "kind": KIND, "versions": versions()}

@@ -42,12 +42,17 @@ def _heading(records: Records) -> str:
     seconds = timing["seconds"]
     return (
         f"Size `{config['size']}`, {config['patch']}×{config['patch']} patches, batches of {config['batch']}, "
-        f"training images moved by up to {config['shift']} pixels and mirrored. A step takes "
+        f"training images {_augmentation(config['shift'])}. A step takes "
         f"{1e3 * seconds['derived']:.2f} ms (derived) and {1e3 * seconds['transformer']:.2f} ms (transformer), both "
-        f"{'compiled and ' if timing['of']['compiled'] else ''}measured interleaved, device `{timing['device']}`; "
+        f"{'compiled and ' if timing['of']['compiled'] else ''}measured interleaved, device `{config['device']}`; "
         f"with {config['budget']:g} s of steps for each run that is {int(config['budget'] / seconds['derived']):,} and "
         f"{int(config['budget'] / seconds['transformer']):,} steps."
     )
+
+
+def _augmentation(shift: int) -> str:
+    pixels = "a pixel" if shift == 1 else f"{shift} pixels"
+    return f"moved by up to {pixels} and mirrored every other time" if shift else "as they are"
 
 
 def _tuning(records: Records) -> str:
@@ -81,7 +86,7 @@ def _judged(records: Records, short: bool = False) -> str:
                 network,
                 f"{found[0]['parameters']:,}",
                 f"{found[0]['steps']:,}",
-                f"{_setting(records, f'{prefix}{network} seed 0', 'learning_rate'):g}",
+                f"{_settings(records, f'{prefix}{network} seed ')['learning_rate']:g}",
                 _spread([result["training"]["loss"] for result in found], 4),
                 _spread([result["test"]["loss"] for result in found], 4),
                 _spread(accuracies[network], 4),
@@ -91,7 +96,7 @@ def _judged(records: Records, short: bool = False) -> str:
     heading = (
         "network", "parameters", "steps", "learning rate", "training loss", "test loss", "test accuracy", "its seeds",
     )  # fmt: skip
-    title = "Fashion-MNIST, equal parameters and equal time" + (", a quarter of it" if short else "")
+    title = f"{records['config']['task']}, equal parameters and equal time" + (", a quarter of it" if short else "")
     mean, low, high = difference(accuracies["derived"], accuracies["transformer"])
     verdict = "excludes" if low > 0 or high < 0 else "includes"
     return _table(title, heading, rows) + (
@@ -107,7 +112,9 @@ def _shuffled(records: Records) -> str:
         if found:
             losses = [result["test"]["loss"] for result in found]
             rows.append((network, str(len(found)), _spread(losses, 4), _spread(_accuracies(found), 4)))
-    title = f"Trained on shuffled labels; chance is an accuracy of 0.1 and a loss of {math.log(10):.4f}"
+    title = (
+        f"Trained on shuffled labels; chance among ten classes is a loss of {math.log(10):.4f} and an accuracy of 0.1"
+    )
     return _table(title, ("network", "seeds", "test loss", "test accuracy"), rows)
 
 
@@ -206,18 +213,25 @@ def _of_seed_0(records: Records, network: str) -> Any:
 
 
 def _seeds(records: Records, prefix: str) -> list[Found]:
-    """Results of all seeds of a kind, in the order of the seeds."""
-    runs = records["runs"]
-    numbers = sorted(int(name.removeprefix(prefix)) for name in runs if _is_seed(name, prefix))
-    return [runs[f"{prefix}{number}"]["result"] for number in numbers]
+    """Results of all seeds of a kind, in the order of the seeds; of settings that have changed, the last ones'."""
+    runs = {name: run for name, run in records["runs"].items() if _is_seed(name, prefix)}
+    wanted = _settings(records, prefix)
+    alike = [int(name.removeprefix(prefix)) for name, run in runs.items() if _but_the_seed(run) == wanted]
+    return [runs[f"{prefix}{number}"]["result"] for number in sorted(alike)]
+
+
+def _settings(records: Records, prefix: str) -> dict[str, Any]:
+    """Those of the last run of a kind, whatever its seed."""
+    runs = [run for name, run in records["runs"].items() if _is_seed(name, prefix)]
+    return _but_the_seed(runs[-1]) if runs else {}
+
+
+def _but_the_seed(run: Found) -> dict[str, Any]:
+    return {name: value for name, value in run["settings"].items() if name != "seed"}
 
 
 def _is_seed(name: str, prefix: str) -> bool:
     return name.startswith(prefix) and name.removeprefix(prefix).isdigit()
-
-
-def _setting(records: Records, name: str, key: str) -> Any:
-    return records["runs"][name]["settings"][key]
 
 
 def _choice(name: str) -> str:

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from xentflow.axes import Axis, dimension, require_alike, require_features, require_float_tensor
+from xentflow.axes import Axis, dimension, require_alike, require_features, require_finite, require_float_tensor
 from xentflow.errors import XentflowError
 from xentflow.kernels import attend
 from xentflow.models import Features, Roles
@@ -32,6 +32,7 @@ def cross_attention(
     require_group(group)
     require_features(Z)
     require_float_tensor("theta", theta, "(K, F)", 2)
+    require_finite("theta", theta)
     require_alike("theta", theta, "Z", Z)
     if theta.ndim != 2 or theta.shape[-1] != Z.shape[-1]:
         raise XentflowError(f"theta: expected (K, {Z.shape[-1]}) to match Z, got {tuple(theta.shape)}")
@@ -75,6 +76,8 @@ def quadratic_attention(
     dimension(axis)
     require_group(group)
     require_features(Z)
+    require_float_tensor("theta", theta, "(F, F)", 2)
+    require_finite("theta", theta)
     require_alike("theta", theta, "Z", Z)
     F = Z.shape[-1]
     if theta.shape != (F, F):

@@ -87,6 +87,17 @@ def _reduced(ell: Tensor, C: Tensor, ignore_index: int | None, reduction: Reduct
     return ell.sum() / torch.as_tensor(many, dtype=ell.dtype).clamp_min(1) if reduction == "mean" else ell.sum()
 
 
+def _require_sums(C: Tensor, dim: int, group: Group) -> None:
+    """Raise, on every process or none, unless C is non-negative and sums to one over all of them."""
+    total = summed(C.detach().where(C.detach() >= 0, torch.nan).sum(dim), group)
+    off = (total - 1).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    if not holds(off <= torch.finfo(C.dtype).eps ** 0.5):
+        raise XentflowError(
+            f"C: expected entries of at least 0 that sum to one over all processes, got sums from {total.min():.4g} to "
+            f"{total.max():.4g}"
+        )
+
+
 def _across(
     Z: Tensor,
     theta: Tensor,
@@ -109,6 +120,7 @@ def _across(
         require_alike("C", C, "Z", Z)
         if C.shape != like.shape:
             raise XentflowError(f"C: expected {tuple(like.shape)} like this process's logits, got {tuple(C.shape)}")
+        _require_sums(C, dimension(axis), group)
         targets = C.reshape(1, -1, entries) if classes else C.reshape(-1, *C.shape[-2:]).mT
         ell = _of_targets(q, k, b, targets, group)
     else:

@@ -26,15 +26,21 @@ class Checkpoints:
             raise XentflowError(f"keep: expected at least 1 checkpoint, got {keep}")
         self._ledger = Ledger(folder, announce)
         self._settings, self._keep = settings, keep
+        self._own: list[str] = []
 
     def save(self, trainer: Trainer) -> None:
         """Write the trainer's state, then remove all but the last few."""
+        trainer.require_finite()
         tensors, figures = trainer.state()
         if not trainer.processes.first:
             return
-        self._ledger.put(f"step-{trainer.step:08d}", self._settings, tensors, figures)
-        for name in self._names()[self._keep :]:
-            (self._ledger.folder / f"{name}.safetensors").unlink(missing_ok=True)
+        name = f"step-{trainer.step:08d}"
+        self._ledger.put(name, self._settings, tensors, figures)
+        self._own = [name, *(other for other in self._own if other != name)]
+        # What other runs left behind in this folder is theirs, and counts for nothing.
+        for old in self._own[self._keep :]:
+            (self._ledger.folder / f"{old}.safetensors").unlink(missing_ok=True)
+        self._own = self._own[: self._keep]
 
     def resume(self, trainer: Trainer) -> bool:
         """Bring the trainer to the latest checkpoint that can be used; whether there was one."""
@@ -45,8 +51,10 @@ class Checkpoints:
 
     def _latest(self) -> Part | None:
         self._ledger.clear_leftovers()
-        found = (self._ledger.get(name, self._settings) for name in self._names())
-        return next((part for part in found if part is not None), None)
-
-    def _names(self) -> list[str]:
-        return sorted((path.stem for path in self._ledger.folder.glob("step-*.safetensors")), reverse=True)
+        latest = None
+        for name in sorted((path.stem for path in self._ledger.folder.glob("step-*.safetensors")), reverse=True):
+            part = self._ledger.get(name, self._settings)
+            if part is not None:
+                self._own.append(name)
+                latest = part if latest is None else latest
+        return latest

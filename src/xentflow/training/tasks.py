@@ -7,6 +7,7 @@ while, and making a batch is tensor operations on the device, with nothing for t
 Labels are integers, one for each decision; ``IGNORED`` where none is asked for.
 """
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Literal
@@ -31,6 +32,8 @@ class Task(ABC):
 
     inputs: Inputs
     labels_used: str
+    digest: str
+    """Of the data: runs on other data go other ways."""
 
     @abstractmethod
     def steps_per_pass(self, batch: int) -> int:
@@ -95,6 +98,7 @@ class Images(Task):
             "test": (test.images.to(device), test.labels.to(device)),
         }
         self._places = torch.arange(side, device=device)
+        self.digest = _digest(train.images, train.labels, test.images, test.labels)
 
     def steps_per_pass(self, batch: int) -> int:
         if not 1 <= batch <= len(self._labels):
@@ -142,6 +146,7 @@ class Recall(Task):
         self.pairs, self.keys, self.values = pairs, keys, values
         self.inputs = Inputs(tokens=3 * pairs, classes=values, vocabulary=keys + values)
         self.labels_used = "generated answers in the loss; none at inference"
+        self.digest = "generated"
         self._device = device
 
     def steps_per_pass(self, batch: int) -> int:
@@ -181,6 +186,7 @@ class Text(Task):
         first, second = len(content) * 9 // 10, len(content) * 19 // 20
         self.inputs = Inputs(tokens, len(characters), vocabulary=len(characters))
         self.labels_used = "the next character in the loss; none at inference"
+        self.digest = hashlib.sha256(text.encode()).hexdigest()
         self._text = content[:first].to(device)
         self._held = {"validation": content[first:second].to(device), "test": content[second:].to(device)}
         self._places = torch.arange(tokens + 1, device=device)
@@ -201,3 +207,10 @@ class Text(Task):
     @staticmethod
     def _pair(windows: Tensor) -> tuple[Tensor, Tensor]:
         return windows[:, :-1], windows[:, 1:]
+
+
+def _digest(*tensors: Tensor) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.contiguous().numpy().data)
+    return digest.hexdigest()

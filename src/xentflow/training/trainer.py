@@ -54,7 +54,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("batch", 1), ("patience", 0)):
-            if getattr(self, name) < least:
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
                 raise XentflowError(f"{name}: expected a whole number of at least {least}, got {getattr(self, name)}")
         for name in ("learning_rate", "clip"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
@@ -236,14 +236,24 @@ class Trainer:
             else:
                 self._plan[name] = rows.to(self._rate.device)
 
+    def require_finite(self) -> None:
+        """Raise where the loss has stopped being finite since the pass began."""
+        loss = float(self.processes.total(self._sums)[0])
+        if not math.isfinite(loss):
+            raise XentflowError(
+                f"training: expected a finite loss, got {loss:.3g} after {self.step} steps; "
+                "a lower learning_rate may help"
+            )
+
     def _close_pass(self) -> None:
         self.processes.meet()
+        self.require_finite()
         loss, right, asked = self.processes.total(self._sums).tolist()
         held = self.judge("validation")
-        if not (math.isfinite(loss) and math.isfinite(held.loss)):
+        if not math.isfinite(held.loss):
             raise XentflowError(
-                f"training: expected a finite loss, got {loss / asked:.3g} in training and {held.loss:.3g} in "
-                f"validation after {self.step} steps; a lower learning_rate may help"
+                f"training: expected a finite validation loss, got {held.loss:.3g} after {self.step} steps; "
+                "a lower learning_rate may help"
             )
         self.history.append(
             {
