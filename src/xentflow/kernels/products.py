@@ -46,7 +46,9 @@ def attention_products(
     if potential.axis == "classes":
         own, other = _softmax(scaled_q, k, q, k, scaled_b, masking, rows, columns, backend)
         return Products(own, other)
-    dense = None if masking.dense is None else torch.atleast_2d(masking.dense).mT
+    dense = masking.dense
+    if dense is not None:
+        dense = dense.mT if dense.ndim > 1 else dense.unsqueeze(-1)
     turned = Masking(dense, masking.columns, masking.rows, masking.causal)
     # A bias is the same for all entries of a column: its softmax does not see it.
     own, other = _softmax(k, scaled_q, k, q, None, turned, columns, rows, backend)
