@@ -54,7 +54,6 @@ def _pass(
         return _flexible(q, k, v, bias, causal, earlier_are_rows)
     kernel = cpu_kernel()
     assert kernel is not None
-    # Keys of which nothing is to be seen are rather far below than infinitely: the kernel makes NaN of some of these.
     added = None if bias is None else bias.to(q.dtype)[:, None, None, :].expand(-1, 1, q.shape[-2], -1)
     O, R = kernel(q[:, None], k[:, None], v[:, None], 0.0, causal, attn_mask=added, scale=1.0)
     return _settled(O[:, 0], R[:, 0], bias)

@@ -5,8 +5,8 @@ which torch convolves by, uses them wherever they are. A matrix product *is* a c
 
     ABᵀ  a convolution        AB  a transposed one        AᵀB  the derivative of one by its weights
 
-with rows of A as pixels and rows of B as filters, so public operations reach the other library. Where that was
-measured (AMD, AVX-512), tiles as large as ours are multiplied at twice the rate. Elsewhere nothing changes.
+with rows of A as pixels and rows of B as filters, so public operations reach the other library. That is done wherever
+there is AVX-512. It was measured on an AMD processor alone: tiles as large as ours are multiplied at twice the rate.
 """
 
 from typing import Any
