@@ -75,13 +75,13 @@ def test_every_record_is_in_its_table():
     mean, low, high = difference(FIRST, SECOND)
     assert "10,000 and 20,000 steps" in text
     assert f"{statistics.fmean(FIRST):.4f} ± {statistics.stdev(FIRST):.4f}" in text
-    assert f"{mean:+.4f}, 95 % interval {low:+.4f} to {high:+.4f} (Welch), which excludes zero" in text
+    assert f"accuracy {mean:+.4f} ({low:+.4f} to {high:+.4f}, which excludes zero); test loss +0.0000 (" in text
     assert "a loss of 2.3026" in text
     assert "| derived | 1 | 0.3000 | 0.1010 |" in text
     assert "| derived | 1,234 | 10 | 0.9950 |" in text
     assert "Derived over transformer: +2.00%" in text
     assert "a quarter of it" in text
-    assert "Derived minus transformer: +0.2000" in text
+    assert "accuracy +0.2000 (" in text
     assert "10 steps at one learning rate" in text
     assert f"| nothing | 2 | 1,234 | 0.9100 ± {statistics.stdev([0.90, 0.92]):.4f} |  |" in text
     assert "| Lie–Trotter | 1 | 1,234 | 0.9000 | -0.0100 |" in text
@@ -94,7 +94,7 @@ def test_an_interval_around_zero_is_said_to_include_it():
     found = records()
     for seed in range(3):
         found["runs"][f"transformer seed {seed}"]["result"]["test"]["accuracy"] = [0.93, 0.90, 0.915][seed]
-    assert "which includes zero" in as_markdown(found)
+    assert "which includes zero); test loss" in as_markdown(found)
 
 
 def test_records_of_settings_that_have_changed_are_left_out():
