@@ -1,6 +1,6 @@
 """What the trainer, its log and its progress cost a step, over a loop written by hand on the same network and batches.
 
-Both ways train the same network on the same plan of batches, interleaved, one thread; the hand-written loop makes the
+Both ways train one network on the same plan of batches, interleaved, one thread; the hand-written loop makes the
 batches, too, and leaves out only what the trainer adds: sums of loss and accuracy, the rate's schedule, progress.
 """
 
@@ -17,7 +17,7 @@ torch.set_num_threads(1)
 config = TrainConfig(task="recall", batch=64, steps=10**6)
 task = make_task(config)
 trainer = make_trainer(config, make_network(config, task), task)
-bare = make_network(config, task)
+bare = trainer.network  # the very same: where weights lie in memory is worth as much as what is measured
 optimiser = torch.optim.AdamW(bare.parameters(), lr=1e-3, fused=True)
 plan = task.plan(torch.Generator().manual_seed(0), STEPS, config.batch)
 
