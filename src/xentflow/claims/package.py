@@ -68,6 +68,14 @@ def _accurate_form(draw: Draw, axis: Axis) -> Comparison:
     return Comparison(torch.stack(claimed), torch.stack(actual))
 
 
+def _residual(draw: Draw, axis: Axis) -> Comparison:
+    N, C = 2 * draw.normal(S, K), draw.distributions(S, K, axis=axis)
+    losses = [Objective(potential) for potential in _potentials(axis)]
+    claimed = [loss.residual(N, C) for loss in losses]
+    actual = [derivative(lambda N, loss=loss: loss.value(N, C).sum(), N) for loss in losses]  # type: ignore[misc]
+    return Comparison(torch.stack(claimed), torch.stack(actual))
+
+
 def _every_gradient(draw: Draw, axis: Axis) -> Comparison:
     Z = draw.normal(2, S, F)
     claimed, actual = [], []
@@ -167,6 +175,7 @@ PACKAGE_CLAIMS = (
     Claim("Ω(N) + Ω*(p) = ⟨p,N⟩ at p = ∇Ω(N)", "potentials", _fenchel_young_equality, on_both_axes(HOLDS)),
     Claim("the Fenchel–Young gap is never negative", "objective", _fenchel_young_gap, on_both_axes(HOLDS)),
     Claim("the accurate ℓ is Ω(N) − ⟨C,N⟩", "objective", _accurate_form, on_both_axes(HOLDS)),
+    Claim("∂ℓ/∂N = p − C", "objective", _residual, on_both_axes(HOLDS)),
     Claim("∂ℓ for every potential × model", "gradient", _every_gradient, on_both_axes(HOLDS)),
     Claim("… without keeping N, C as labels", "gradient", _gradient_without_logits, on_both_axes(HOLDS)),
     Claim("heads: ℓ and gradients add up", "gradient", _heads_add_up, on_both_axes(HOLDS)),
