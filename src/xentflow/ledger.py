@@ -75,9 +75,15 @@ def as_file(tensors: dict[str, Tensor], record: Mapping[str, Any]) -> bytes:
 
 def settings_of(data: LabelledImages, **values: Any) -> dict[str, Any]:
     """What a record depends on: the values given, the data's content, and the versions of what computes."""
-    digest = hashlib.sha256(data.images.contiguous().numpy().data)
-    digest.update(data.labels.contiguous().numpy().data)
-    return {**values, "data": digest.hexdigest(), "versions": versions()}
+    return {**values, "data": digest(data.images, data.labels), "versions": versions()}
+
+
+def digest(*tensors: Tensor) -> str:
+    """SHA-256 of the content of tensors, one after another."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.contiguous().numpy().data)
+    return found.hexdigest()
 
 
 def _as_json(value: Mapping[str, Any]) -> Any:

@@ -47,7 +47,7 @@ def is_plain(logits: Tensor, backend: Backend) -> bool:
 
 def choose_plain(a: Tensor, c: Tensor, backend: Backend) -> bool:
     """Whether attention of these operands is the plain form's; only plain operations go through all of torch.func."""
-    return torch._C._are_functorch_transforms_active() or is_plain(_logits_of(a, c), backend)
+    return torch._C._are_functorch_transforms_active() or is_plain(logits_of(a, c), backend)
 
 
 def choose(
@@ -96,7 +96,7 @@ def attend_both(
     # What is fastest may ask what this machine has, which is no business of torch.compile's: inside the operator.
     if choose_plain(a, c, backend):
         return reference.attend(a, c, u, v, bias, mask, causal)
-    batch = _logits_of(a, c).shape[:-2]
+    batch = logits_of(a, c).shape[:-2]
     S, K = a.shape[-2], c.shape[-2]
     flat = [None if X is None else _flat(X, batch, *X.shape[-2:]) for X in (a, c, u, v)]
     b = None if bias is None else bias.expand(*batch, K).reshape(-1, K)
@@ -109,7 +109,7 @@ def attend_both(
     )
 
 
-def _logits_of(a: Tensor, c: Tensor) -> Tensor:
+def logits_of(a: Tensor, c: Tensor) -> Tensor:
     """A tensor of the shape of the logits, to be looked at for that alone."""
     batch = torch.broadcast_shapes(a.shape[:-2], c.shape[:-2])  # type: ignore[no-untyped-call]
     return a.new_empty(()).expand(*batch, a.shape[-2], c.shape[-2])

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from xentflow.axes import Axis
 from xentflow.kernels import tiles
-from xentflow.kernels.dispatch import Backend, attend, attend_both
+from xentflow.kernels.dispatch import Backend, attend, attend_both, logits_of
 from xentflow.kernels.tiles import spans
 from xentflow.masks import Masking, both
 from xentflow.potentials import LogSumExp, Potential
@@ -103,7 +103,7 @@ def _blockwise(
 ) -> Products:
     """Any potential: blocks of whole distributions, one after another."""
     classes = potential.axis == "classes"
-    like = _logits_of(q, k)
+    like = logits_of(q, k)
     samples = like[..., 0, 0].numel()
     length, width = like.shape[-2:] if classes else like.shape[:-3:-1]
     size = max(1, tiles.KEPT // (samples * width))
@@ -148,9 +148,3 @@ def _mask_of(masking: Masking, span: slice, N: Tensor, axis: Axis) -> Tensor | N
         seen = entries[None] <= owners[:, None]
         whole = both(whole, seen if classes else seen.mT)
     return whole
-
-
-def _logits_of(q: Tensor, k: Tensor) -> Tensor:
-    """A tensor of the shape of the logits, to be looked at for that alone."""
-    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])  # type: ignore[no-untyped-call]
-    return q.new_empty(()).expand(*batch, q.shape[-2], k.shape[-2])

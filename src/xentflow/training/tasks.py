@@ -17,6 +17,7 @@ from torch import Tensor
 
 from xentflow.data.idx import LabelledImages
 from xentflow.errors import XentflowError
+from xentflow.ledger import digest
 from xentflow.networks import Inputs
 
 Rows = dict[str, Tensor]
@@ -98,7 +99,7 @@ class Images(Task):
             "test": (test.images.to(device), test.labels.to(device)),
         }
         self._places = torch.arange(side, device=device)
-        self.digest = _digest(train.images, train.labels, test.images, test.labels)
+        self.digest = digest(train.images, train.labels, test.images, test.labels)
 
     def steps_per_pass(self, batch: int) -> int:
         if not 1 <= batch <= len(self._labels):
@@ -207,10 +208,3 @@ class Text(Task):
     @staticmethod
     def _pair(windows: Tensor) -> tuple[Tensor, Tensor]:
         return windows[:, :-1], windows[:, 1:]
-
-
-def _digest(*tensors: Tensor) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.contiguous().numpy().data)
-    return digest.hexdigest()
