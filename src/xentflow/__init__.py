@@ -5,7 +5,7 @@ State a regression objective over features; get the transformer block that its g
 
 from xentflow.attention import cross_attention, self_attention
 from xentflow.block import DerivedBlock
-from xentflow.constraints import Constraint, Free, Sphere, Whitened
+from xentflow.constraints import Constraint, Dual, Free, Sphere, Whitened
 from xentflow.derive import derive
 from xentflow.errors import Diverged, XentflowError
 from xentflow.flow import GradientFlow
@@ -43,6 +43,7 @@ __all__ = [
     "CrossEntropy",
     "DerivedBlock",
     "Diverged",
+    "Dual",
     "Entmax",
     "Euler",
     "Faithfulness",

@@ -100,16 +100,17 @@ class DerivedBlock(nn.Module):
     ) -> GradientFlow:
         """The flow that a step from Z follows: C is the oracle's at Z, and stays."""
         model, target_model = self._at(self.model, context), self._at(self.target_model, context)
-        like = model.logits_like(Z)
+        X = self.constraint.features(Z)
+        like = model.logits_like(X)
         masking = self._masking(like, mask, padding)
         axis = self.objective.axis
         # Where logits are many, targets that can be named are not written out.
         named = targets is None and not is_plain(like, "auto")
         C = self.oracle.labels(like, axis, masking) if named else None
         if C is None:
-            N = model.logits(Z) if self.oracle.reads_logits else like
+            N = model.logits(X) if self.oracle.reads_logits else like
             dense = None if type(self.oracle) is Given else masking.tensor(like, axis)
-            C = self.oracle(Z, N, axis, dense, targets)
+            C = self.oracle(X, N, axis, dense, targets)
         if self.oracle.uses_labels:
             # Only these come from outside; what the other oracles give is right by construction.
             C = self.objective.checked(C, like, masking)

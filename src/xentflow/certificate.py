@@ -34,7 +34,7 @@ class Certificate:
     gradient_error: float
     """Velocity against autograd: of ℓ, or for a game of each token's own ℓ."""
     dissipation_error: float | None
-    """dℓ/dt along the velocity against −‖Ż‖²."""
+    """dℓ/dt along the velocity against the dissipation, −‖Ż‖² but for ``Dual``."""
     constraint_error: float | None
     """How far one step leaves the constraint set: norms of tokens on a sphere, ZᵀZ/S where whitened."""
     curvature: float | None
@@ -123,7 +123,8 @@ def _gradient_error(block: DerivedBlock, flow: GradientFlow, Z: Tensor) -> float
     still, moving = Z.detach(), Z.detach().requires_grad_()
     if block.kind == "game" and isinstance(flow.model, Quadratic):
         theta = flow.model.full_theta()
-        queries, keys = (moving, still) if flow.objective.axis == "classes" else (still, moving)
+        pair = (moving, still) if flow.objective.axis == "classes" else (still, moving)
+        queries, keys = map(flow.constraint.features, pair)
         if flow.model.heads is not None:
             queries, keys = queries.unsqueeze(-3), keys.unsqueeze(-3)
         N = queries @ theta @ keys.mT
@@ -135,7 +136,8 @@ def _gradient_error(block: DerivedBlock, flow: GradientFlow, Z: Tensor) -> float
     (gradient,) = torch.autograd.grad(energy.sum(), moving)
     with torch.no_grad():
         # Not relative to the projected gradient, of which a constraint may leave nothing but rounding.
-        difference = flow.velocity(still) + flow.constraint.tangent(still, gradient)
+        moved = flow.constraint.metric(still, flow.velocity(still))
+        difference = moved + flow.constraint.tangent(still, gradient)
         return _ratio(difference.norm(), gradient.norm())
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from xentflow.block import DerivedBlock
-from xentflow.constraints import Free, Sphere, Whitened
+from xentflow.constraints import Dual, Free, Sphere, Whitened
 from xentflow.derive import derive
 from xentflow.errors import XentflowError
 from xentflow.integrators import RK4, Euler, Heun
@@ -30,7 +30,7 @@ _DATACLASSES: dict[str, type[Any]] = {
     for kind in (
         *(LogSumExp, Softplus, HalfSquare, Entmax),
         *(Euler, Heun, RK4, LieTrotter, Strang, Yoshida),
-        *(Free, Sphere, Whitened),
+        *(Free, Sphere, Dual, Whitened),
         *(CertifiedStep, LineSearch),
     )
 }

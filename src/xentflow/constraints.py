@@ -1,8 +1,11 @@
-"""Where features live: anywhere, on one sphere a token, or whitened; tangent projection and retraction for each.
+"""Where features live: anywhere, on one sphere a token, whitened, or behind a dual variable.
 
 ``place(Z)`` brings any features onto the constraint set, ``tangent(Z, V)`` projects a velocity orthogonally onto its
 tangent space at Z, and ``retract(Z, V)`` moves from Z by V and back onto the set. With P the tangent projection the
 constrained flow Ż = −P ∂_Z ℓ dissipates dℓ/dt = −‖P ∂_Z ℓ‖².
+
+A state Z need not be the features themselves: ℓ is a function of X = ``features(Z)``, which moves by
+Ẋ = ``metric(Z, Ż)``, so that in general dℓ/dt = −⟨Ż, metric(Z, Ż)⟩. Both are the identity but for ``Dual``.
 """
 
 import math
@@ -31,6 +34,14 @@ class Constraint(ABC):
     @abstractmethod
     def retract(self, Z: Features, V: Features) -> Features:
         """A point of the set that agrees with Z + V to first order in a tangent V."""
+
+    def features(self, Z: Features) -> Features:
+        """X, what the model sees at the state Z."""
+        return Z
+
+    def metric(self, Z: Features, V: Features) -> Features:
+        """How X moves when Z moves by a tangent V: the derivative of ``features``, symmetric and positive."""
+        return V
 
 
 @dataclass(frozen=True)
@@ -72,12 +83,53 @@ class Sphere(Constraint):
         unit = _unit(Z)
         # A token at the origin is its whole sphere: it has no tangent directions.
         moving = (unit != 0).any(-1, keepdim=True)
-        return (V - (V * unit).sum(-1, keepdim=True) * unit) * moving
+        return _across(unit, V) * moving
 
     def retract(self, Z: Features, V: Features) -> Features:
         _require_move(Z, V)
         radius = torch.linalg.vector_norm(Z, dim=-1, keepdim=True) if self.radius is None else self.radius
         return radius * _unit(Z + V)
+
+
+@dataclass(frozen=True)
+class Dual(Constraint):
+    """What pre-norm does: the state Z is free and dual to features on a sphere, X = ∇ψ*(Z) with ψ*(z) = r‖z‖.
+
+    ψ* is conjugate to the indicator of the ball of radius r, so x = r z/‖z‖ is the point of the ball that goes furthest
+    along z, and Ż = −∂ℓ(X) is lazy mirror descent, or dual averaging (Nesterov 2009). Along it ℓ(X) falls by
+    (r/‖z‖)‖P ∂ℓ‖² for each token, P the projection across z: no part of ∂ℓ needs taking away, since what points along z
+    only makes z longer and later steps shorter.
+
+    radius: r; √F makes X what RMSNorm gives.
+    """
+
+    radius: float
+
+    def __post_init__(self) -> None:
+        if not is_number(self.radius):
+            raise XentflowError(f"radius: expected a positive finite number, got {self.radius!r}")
+
+    def place(self, Z: Features) -> Features:
+        require_features(Z)
+        return Z
+
+    def tangent(self, Z: Features, V: Features) -> Features:
+        _require_move(Z, V)
+        return V
+
+    def retract(self, Z: Features, V: Features) -> Features:
+        _require_move(Z, V)
+        return Z + V
+
+    def features(self, Z: Features) -> Features:
+        return self.radius * _unit(Z)
+
+    def metric(self, Z: Features, V: Features) -> Features:
+        _require_move(Z, V)
+        norm = torch.linalg.vector_norm(Z, dim=-1, keepdim=True)
+        # At the origin ψ* has a corner, and no derivative.
+        away = norm > 0
+        return self.radius * _across(_unit(Z), V) * away / torch.where(away, norm, 1)
 
 
 @dataclass(frozen=True)
@@ -118,6 +170,11 @@ def _require_move(Z: Features, V: Features) -> None:
     require_alike("V", V, "Z", Z)
     if V.shape != Z.shape:
         raise XentflowError(f"V: expected the shape of Z, {tuple(Z.shape)}, got {tuple(V.shape)}")
+
+
+def _across(unit: Tensor, V: Tensor) -> Tensor:
+    """V without its part along a unit vector of each token."""
+    return V - (V * unit).sum(-1, keepdim=True) * unit
 
 
 def _unit(Z: Tensor) -> Tensor:

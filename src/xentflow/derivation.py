@@ -12,7 +12,7 @@ from torch import nn
 
 from xentflow._notation import Row, as_latex, as_text
 from xentflow.axes import require_type
-from xentflow.constraints import Constraint, Free, Sphere, Whitened
+from xentflow.constraints import Constraint, Dual, Free, Sphere, Whitened
 from xentflow.errors import XentflowError
 from xentflow.integrators import Euler, Method
 from xentflow.models import Bilinear, Functional, Linear, Model, Quadratic
@@ -57,10 +57,11 @@ def _rows(parts: Parts) -> Iterator[Row]:
     potential, model = parts.objective.potential, parts.model
     omega, weights, meaning = _potential(potential)
     masked = " over the entries a mask leaves" + (", the past and itself for each token" if parts.causal else "")
+    X = _features(parts)
     yield Row(
         "objective",
         (
-            rf"\ell(Z) = {_sum(model)}\langle 1, \Omega({_n(model)})\rangle - \langle {_c(model)}, "
+            rf"\ell({X}) = {_sum(model)}\langle 1, \Omega({_n(model)})\rangle - \langle {_c(model)}, "
             rf"{_n(model)}\rangle",
         ),
     )
@@ -72,10 +73,10 @@ def _rows(parts: Parts) -> Iterator[Row]:
         ),
         f"along the {parts.objective.axis} axis: {meaning}{masked if parts.causal else ''}",
     )
-    yield Row("model", (rf"{_n(model)} = {_logits(model, 'Z')}",), _sizes(model))
-    attention, target = _terms(parts, "Z")
+    yield Row("model", (rf"{_n(model)} = {_logits(model, X)}",), _sizes(model))
+    attention, target = _terms(parts, X)
     if parts.kind == "gradient flow":
-        yield Row("gradient", (rf"\partial_Z \ell = {attention} - {_grouped(target)}",))
+        yield Row("gradient", (rf"\partial_{X} \ell = {attention} - {_grouped(target)}",))
     elif parts.printed_form:
         yield Row(
             "printed form",
@@ -107,15 +108,16 @@ def _rows(parts: Parts) -> Iterator[Row]:
 
 
 def _flow_rows(parts: Parts, attention: str, target: str) -> Iterator[Row]:
-    project = "" if isinstance(parts.constraint, Free) else "P_{Z}"
+    project = "" if isinstance(parts.constraint, Free | Dual) else "P_{Z}"
     velocity = rf"{target} - {_grouped(attention)}"
     moved = rf"\dot Z = {project}\left[{velocity}\right]" if project else rf"\dot Z = {velocity}"
-    energy = {
-        "gradient flow": (rf"\dot\ell = -\lVert {project} \partial_Z \ell\rVert^2" if project
-                          else r"\dot\ell = -\lVert \partial_Z \ell\rVert^2",),
-    }.get(parts.kind, ())  # fmt: skip
+    energy = (_dissipation(parts.constraint, project),) if parts.kind == "gradient flow" else ()
     remark = "" if energy else f"a {parts.kind}: no common energy need fall" if parts.kind == "game" else parts.kind
     yield Row("flow", (moved, *energy), remark)
+    if isinstance(parts.constraint, Dual):
+        r = f"{parts.constraint.radius:g}"
+        yield Row("dual", (rf"\psi^*(z) = {r}\lVert z\rVert", rf"x = \nabla\psi^*(z) = {r}z/\lVert z\rVert"),
+                  "for each token: z adds up the steps, and what is seen of it is x, on a sphere")  # fmt: skip
     if isinstance(parts.constraint, Sphere):
         radius = r"\lVert z\rVert" if parts.constraint.radius is None else f"{parts.constraint.radius:g}"
         yield Row("sphere", (r"P_z v = v - z\langle z, v\rangle / \lVert z\rVert^2",
@@ -123,6 +125,18 @@ def _flow_rows(parts: Parts, attention: str, target: str) -> Iterator[Row]:
     if isinstance(parts.constraint, Whitened):
         yield Row("whitened", (r"P_Z V = V - Z(Z^T V + V^T Z)/(2S)", r"R_Z(V) = \sqrt{S}\,\mathrm{qf}(Z + V)"),
                    "qf: the orthonormal factor of QR, with positive diagonal in R")  # fmt: skip
+
+
+def _dissipation(constraint: Constraint, project: str) -> str:
+    if isinstance(constraint, Dual):
+        return (rf"\dot\ell = -\sum {constraint.radius:g}\lVert P_x \partial_x \ell\rVert^2 / \lVert z\rVert, "
+                r"\quad P_x v = v - x\langle x, v\rangle / \lVert x\rVert^2")  # fmt: skip
+    return rf"\dot\ell = -\lVert {project + ' ' if project else ''}\partial_Z \ell\rVert^2"
+
+
+def _features(parts: Parts, Z: str = "Z") -> str:
+    """What the model sees of a state."""
+    return Z.replace("Z", "X") if isinstance(parts.constraint, Dual) else Z
 
 
 def _potential(potential: Potential) -> tuple[str, str, str]:
@@ -257,7 +271,7 @@ def _splitting(splitting: Method) -> str:
 
 
 def _block(parts: Parts) -> Iterator[str]:
-    splitting, free = parts.splitting, isinstance(parts.constraint, Free)
+    splitting, free = parts.splitting, isinstance(parts.constraint, Free | Dual)
 
     def moved(Z: str, velocity: str, h: str) -> str:
         if free:
@@ -266,7 +280,7 @@ def _block(parts: Parts) -> Iterator[str]:
         return rf"R_{{{Z}}}\left({h}\,P_{{{Z}}}\left[{velocity}\right]\right)"
 
     if not isinstance(splitting, Splitting):
-        attention, target = _terms(parts, "Z")
+        attention, target = _terms(parts, _features(parts))
         velocity = f"{target} - {_grouped(attention)}"
         if isinstance(splitting, Euler):
             yield f"Z^+ = {moved('Z', velocity, 'h')}"
@@ -278,9 +292,10 @@ def _block(parts: Parts) -> Iterator[str]:
         before = "Z" if index == 1 else f"Z_{{{index - 1}}}"
         after = "Z^+" if index == len(schedule) else f"Z_{{{index}}}"
         h = "h" if fraction == 1 else f"{fraction:.4g}h"
-        attention, target = _terms(parts, before)
+        X = _features(parts, before)
+        attention, target = _terms(parts, X)
         velocity = _negated(attention) if term == 0 else target
-        weights = _at_point(parts, before) if term == 0 else ""
+        weights = _at_point(parts, X) if term == 0 else ""
         degree = (parts.target_model or parts.model).pullback_degree
         if term == 1 and splitting.exact and degree == 1:
             yield rf"{after} = \exp({h}A){before}, \quad A: Z \mapsto {_terms(parts, 'Z')[1]}"
@@ -293,7 +308,7 @@ def _block(parts: Parts) -> Iterator[str]:
         else:
             name = type(splitting.substep).__name__
             yield rf"{after} = \Phi_{{{h}}}({before}), \text{{ one {name} step of }} \dot Z = " + (
-                _negated(_terms(parts, "Z")[0]) if term == 0 else _terms(parts, "Z")[1]
+                _negated(_terms(parts, _features(parts))[0]) if term == 0 else _terms(parts, _features(parts))[1]
             )
 
 
@@ -308,5 +323,5 @@ def _negated(term: str) -> str:
 
 
 def _bracketed(term: str) -> str:
-    already = term.startswith((r"\left(", r"\sum"))
+    already = term.startswith(r"\left(") or (term.startswith(r"\sum") and term.count(r"\sum") == 1)
     return term if already or not re.search(r" [+-] |:", term) else rf"\left({term}\right)"

@@ -111,7 +111,7 @@ def _require_step(block: DerivedBlock) -> None:
         if step.features is not None and not isinstance(block.constraint, Free):
             raise XentflowError(
                 f"step: expected one for all features on {block.constraint!r}, got {step.features}, one for each "
-                "feature: steps of their own leave the tangent space"
+                "feature, along which ℓ need not fall there"
             )
     elif isinstance(step, CertifiedStep):
         if not isinstance(block.constraint, Free) or not is_one_euler_step(block.splitting):

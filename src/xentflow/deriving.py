@@ -12,7 +12,7 @@ from torch import Tensor
 from xentflow.axes import Axis
 from xentflow.block import DerivedBlock
 from xentflow.certificate import Certificate, certify
-from xentflow.constraints import Constraint, Free, Sphere, Whitened
+from xentflow.constraints import Constraint, Dual, Free, Sphere, Whitened
 from xentflow.derive import derive
 from xentflow.errors import XentflowError
 from xentflow.integrators import RK4, Euler, Heun, Method
@@ -62,7 +62,7 @@ class DeriveConfig:
     roles: Roles = "both"
     heads: int | None = None
     rank: int | None = None
-    constraint: Literal["free", "sphere", "whitened"] = "free"
+    constraint: Literal["free", "sphere", "dual", "whitened"] = "free"
     step: float | Literal["learned", "certified", "line-search"] = 0.1
     causal: bool = False
     printed_form: bool = False
@@ -217,4 +217,5 @@ def _splitting(config: DeriveConfig) -> Method:
 
 
 def _constraint(config: DeriveConfig) -> Constraint:
-    return {"free": Free(), "sphere": Sphere(), "whitened": Whitened()}[config.constraint]
+    dual = Dual(config.features**0.5)
+    return {"free": Free(), "sphere": Sphere(), "dual": dual, "whitened": Whitened()}[config.constraint]

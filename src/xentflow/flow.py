@@ -37,7 +37,7 @@ class FlowTerm:
 
 
 class GradientFlow:
-    """Ż = −P ∂_Z ℓ(Z), P the tangent projection of the constraint.
+    """Ż = −P ∂ℓ(X), P the tangent projection of the constraint and X its features at Z, which but for ``Dual`` are Z.
 
     For a model with ``roles="own"`` this is the flow of a game: every token descends its own ℓ, and the total need not
     fall. ``printed_form`` takes the paper's attention term for the quadratic model as printed (see ``gradient``), which
@@ -80,6 +80,10 @@ class GradientFlow:
         self._known: tuple[tuple[torch.Size, torch.dtype, torch.device], tuple[int, ...]] | None = None
         self._printed_form = printed_form
 
+    def logits(self, Z: Features) -> Tensor:
+        """N at the features of Z."""
+        return self.model.logits(self.constraint.features(Z))
+
     def mask(self, Z: Features) -> Mask | None:
         """Which logits at Z take part, as one tensor; None where all do."""
         return self.masking.tensor(self.model.logits_like(Z), self.objective.axis)
@@ -119,10 +123,11 @@ class GradientFlow:
         if apart or not is_plain(self._like(Z), "auto"):
             return self.constraint.tangent(Z, self._target(Z) - self._attention(Z))
         # One θ for both terms: the pullback is linear, and so one of C − p does for two.
-        residual = self.targets(Z) - self.objective.potential.gradient(self.model.logits(Z), self.mask(Z))
+        X = self.constraint.features(Z)
+        residual = self.targets(Z) - self.objective.potential.gradient(self.model.logits(X), self.mask(Z))
         if self.head_weights is not None:
             residual = self.head_weights * residual
-        return self.constraint.tangent(Z, self.model.pullback(Z, residual, self.objective.axis).to(Z.dtype))
+        return self.constraint.tangent(Z, self.model.pullback(X, residual, self.objective.axis).to(Z.dtype))
 
     def retract(self, Z: Features, V: Features) -> Features:
         """Z moved by V, within the constraint."""
@@ -132,19 +137,20 @@ class GradientFlow:
         """ℓ of each sample: all its distributions and heads summed."""
         C = self.targets(Z)
         # Not ``objective.value``, which refuses logits that overflow: a line search must see that such a step is bad.
-        values = self.objective.potential.tilted(self.model.logits(Z), C, self.mask(Z)).sum(-1)
+        values = self.objective.potential.tilted(self.logits(Z), C, self.mask(Z)).sum(-1)
         if self.model.heads is None:
             return values
         return (values if self.head_weights is None else values * self.head_weights.flatten()).sum(-1)
 
     def dissipation(self, Z: Features) -> PerSample:
-        """−dℓ/dt along the flow, each sample: ‖Ż‖² for a gradient flow (the paper prints half of that)."""
+        """−dℓ/dt along the flow, each sample: ‖Ż‖² (the paper prints half of that), by the constraint's metric."""
         if not self.is_gradient:
             raise XentflowError(
                 "dissipation: expected a gradient flow; with the own role, the printed form or another θ for the "
                 "target term ℓ need not fall"
             )
-        return self.velocity(Z).square().sum((-2, -1))
+        V = self.velocity(Z)
+        return (V * self.constraint.metric(Z, V)).sum((-2, -1))
 
     def _attention_velocity(self, Z: Features) -> Features:
         self._like(Z)
@@ -156,7 +162,8 @@ class GradientFlow:
     def _attention(self, Z: Features) -> Features:
         # Under autocast products come in half precision; the features themselves keep theirs.
         printed = self._printed_form
-        term = attention_term(self.objective, self.model, Z, self.masking, self.head_weights, printed=printed)
+        X = self.constraint.features(Z)
+        term = attention_term(self.objective, self.model, X, self.masking, self.head_weights, printed=printed)
         return term.to(Z.dtype)
 
     def _target(self, Z: Features) -> Features:
@@ -167,7 +174,8 @@ class GradientFlow:
             C = C.expand(like.select(self.objective.potential.dim, 0).shape).long()
         else:
             C = self.targets(Z)
-        term = target_term(self.objective, self.target_model, Z, C, self.masking, self.head_weights)
+        X = self.constraint.features(Z)
+        term = target_term(self.objective, self.target_model, X, C, self.masking, self.head_weights)
         return term.to(Z.dtype)
 
     def _target_norm(self, Z: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Derived transformers: an embedding, blocks that alternate two energies, and a read-out through the last one's θ.
 
-    Z⁽⁰⁾   = place(embedding + positions)
+    Z⁽⁰⁾   = embedding + positions
     depth × [ mix:    tokens against tokens,  N = Zφψᵀ Zᵀ,   C a learned matrix of positions, or uniform
               sort:   tokens against classes, N = Zθᵀ,       C = softmax(MLP(Z)), latent classes of several heads ]
     decide:  N = Zθᵀ + b over the true classes, C = softmax(MLP(Z));  logits = θ of the decided features
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from xentflow.block import DerivedBlock
-from xentflow.constraints import Constraint, Free, Sphere
+from xentflow.constraints import Constraint, Dual, Free, Sphere
 from xentflow.derive import derive
 from xentflow.errors import XentflowError
 from xentflow.integrators import Euler, Method
@@ -79,8 +79,8 @@ class Derivation:
     """What is derived: every choice an ablation changes.
 
     roles, printed, splitting, potential: of the mixing half; tied: one pair of halves, repeated; target: whether the
-    mixing half has a learned C, or a uniform one that holds no information; normalisation: features on a sphere, free,
-    or the steps taken at normalised features and added to the others, as pre-norm does; separate: whether the target
+    mixing half has a learned C, or a uniform one that holds no information; normalisation: features on a sphere, behind
+    a dual variable that the steps add up in ("pre-norm"), or free; separate: whether the target
     term has a θ of its own, the paper's θ^(ℓ+½), in every half; relative: whether the mixing half's learned C has a
     logit for each distance instead of one for each pair of places.
     """
@@ -90,7 +90,7 @@ class Derivation:
     tied: bool = False
     target: bool = True
     splitting: SplittingName = "none"
-    normalisation: Normalisation = "sphere"
+    normalisation: Normalisation = "pre-norm"
     potential: PotentialName = "softmax"
     separate: bool = False
     relative: bool = False
@@ -98,7 +98,7 @@ class Derivation:
     @property
     def has_energies(self) -> bool:
         """Whether each half descends an energy of its own, which can be asked for."""
-        return self.normalisation != "pre-norm" and not self.separate
+        return not self.separate
 
 
 LATENT = 16
@@ -135,17 +135,6 @@ class PerHead(nn.Module):
         return logits.view(*logits.shape[:-1], self.heads, -1).movedim(-2, -3)
 
 
-class PreNorm(DerivedBlock):
-    """Z + (block(X) − X), X = RMSNorm(Z): a step taken at normalised features and added to the others.
-
-    It follows no flow of Z (``docs/normalisation.md``), and so has no trajectory.
-    """
-
-    def forward(self, Z: Tensor, *inputs: Tensor | None, **named: Tensor | None) -> Tensor:
-        X = Sphere(Z.shape[-1] ** 0.5).place(Z)
-        return Z + (super().forward(X, *inputs, **named) - X)
-
-
 class DerivedTransformer(nn.Module):
     """The network of this module's first lines; ``stack`` holds the halves, ``decide`` the last block."""
 
@@ -167,7 +156,7 @@ class DerivedTransformer(nn.Module):
             ),
             splitting=Euler(),
             step=LearnedStep(1.0),
-            constraint=_sphere(F),
+            constraint=Sphere(F**0.5),
         )
 
     @property
@@ -198,7 +187,7 @@ class DerivedTransformer(nn.Module):
             phi, psi = (_drawn(F, heads, F, F // heads) for _ in range(2))
             return Quadratic.from_factor(phi, choice.roles, psi)
 
-        block = derive(
+        return derive(
             Objective(_potential(choice.potential)),
             drawn(),
             oracle=LearnedTargets(S, heads=heads, relative=choice.relative) if choice.target else Uniform(),
@@ -209,7 +198,6 @@ class DerivedTransformer(nn.Module):
             causal=self.inputs.causal,
             printed_form=choice.printed,
         )
-        return self._normalised(block)
 
     def _sort(self) -> DerivedBlock:
         F, heads = self.shape.width, self.shape.width // 8
@@ -217,7 +205,7 @@ class DerivedTransformer(nn.Module):
         def drawn() -> Linear:
             return Linear(_drawn(F, heads, LATENT, F))
 
-        block = derive(
+        return derive(
             CrossEntropy("classes"),
             drawn(),
             oracle=Learned(PerHead(F, self.shape.hidden, heads, LATENT)),
@@ -226,16 +214,11 @@ class DerivedTransformer(nn.Module):
             constraint=self._constraint(),
             target_model=drawn() if self.derivation.separate else None,
         )
-        return self._normalised(block)
 
     def _constraint(self) -> Constraint:
-        return _sphere(self.shape.width) if self.derivation.normalisation == "sphere" else Free()
-
-    def _normalised(self, block: DerivedBlock) -> DerivedBlock:
-        if self.derivation.normalisation != "pre-norm":
-            return block
-        parts = (block.objective, block.model, block.oracle, block.splitting, block.step, block.constraint)
-        return PreNorm(*parts, block.target_model, block.causal, block.printed_form)
+        radius = self.shape.width**0.5
+        kinds: dict[str, Constraint] = {"sphere": Sphere(radius), "pre-norm": Dual(radius), "free": Free()}
+        return kinds[self.derivation.normalisation]
 
 
 class Transformer(nn.Module):
@@ -364,10 +347,6 @@ def _drawn(width: int, *shape: int) -> Tensor:
     # On features of norm √F logits then start at about ½: C and p differ from the first step on, and so θ is heard.
     drawn: Tensor = torch.randn(shape) * 0.5 / width**0.5
     return drawn
-
-
-def _sphere(width: int) -> Sphere:
-    return Sphere(width**0.5)
 
 
 def _potential(name: PotentialName) -> Potential:

@@ -108,7 +108,7 @@ class LearnedStep(nn.Module):
 
 @dataclass(frozen=True)
 class LineSearch:
-    """Armijo backtracking: the first step of ``initial · shrink^k`` that lowers ℓ by ``slope · h ‖Ż‖²``.
+    """Armijo backtracking: the first step of ``initial · shrink^k`` that lowers ℓ by ``slope · h`` times the dissipation.
 
     The step tried is an Euler step, or that of the method whose ``advance`` is given. Each sample has its own step. One
     for which no step lowers ℓ, as at a minimum, gets zero.
@@ -134,7 +134,7 @@ class LineSearch:
         if not flow.is_gradient:
             raise XentflowError("LineSearch: expected a gradient flow; a game has no common energy to search on")
         velocity, energy = flow.velocity(Z), flow.energy(Z)
-        speed = velocity.square().sum((-2, -1))
+        speed = (velocity * flow.constraint.metric(Z, velocity)).sum((-2, -1))
         wanted = self.slope * speed
         accepted = speed == 0
         step = torch.full_like(energy, self.initial).masked_fill(accepted, 0)

@@ -69,7 +69,7 @@ class Trajectory:
     def logits(self) -> Float[Tensor, "blocks *batch S K"]:
         """The logits at the start and after each block, of the block that brought the features there."""
         self._require_unchanged()
-        return torch.stack([point.flow.model.logits(point.Z) for point in self._points if point.ends_block])
+        return torch.stack([point.flow.logits(point.Z) for point in self._points if point.ends_block])
 
     @cached_property
     def energy(self) -> Float[Tensor, "points *batch"]:
@@ -79,7 +79,7 @@ class Trajectory:
 
     @cached_property
     def gradient_norm(self) -> Float[Tensor, "points *batch"]:
-        """The norm of the velocity of each sample at every half-step: for a gradient flow, ‖P ∂_Z ℓ‖."""
+        """The norm of the velocity of each sample at every half-step: for a gradient flow, ‖P ∂ℓ‖."""
         self._require_unchanged()
         speeds = [point.flow.velocity(point.Z).square().sum((-2, -1)).sqrt() for point in self._points]
         return torch.stack(speeds)

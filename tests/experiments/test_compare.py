@@ -46,7 +46,7 @@ def test_learning_rates_come_first_and_the_best_is_taken_for_each_network(settin
     for run in tuning:
         loss = 0.5 if run.config.learning_rate == best[run.config.network] else 1.0
         records["runs"][run.name] = done(run, loss)
-    judged = planned(settings, records)[10:14]
+    judged = planned(settings, records)[len(tuning) : len(tuning) + 4]
     assert [run.name for run in judged] == [
         "derived seed 0", "transformer seed 0", "derived seed 1", "transformer seed 1",
     ]  # fmt: skip

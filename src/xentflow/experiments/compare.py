@@ -3,8 +3,9 @@
 Every run is an ``xentflow train`` of its own, in a process of its own, and can be repeated from its record. First the
 time of a step is measured, both networks interleaved on an otherwise idle machine; the budget, in seconds of such
 steps, gives each its number of steps. Then the learning rate of each is chosen from one grid by validation loss, on
-a seed that is not judged. Then come, in this order: the judged seeds, the same with a part of the steps, the shuffled
-labels, ablations, the paper's stack, recall and text.
+a seed that is not judged, by runs of full length, since short ones favour rates that do not hold. Then come, in this
+order: the judged seeds, the shuffled labels, recall and text, the judged seeds with a part of the steps, the ablations
+beside them, and the paper's stack.
 
 ``records.json`` holds everything that is finished, and is written whole after each run. A run that stands there with
 the same settings is not done again; one that was cut short goes on from its checkpoint.
@@ -29,7 +30,7 @@ from xentflow.experiments.stepping import seconds_per_step
 from xentflow.experiments.train import COMPARISON, TrainConfig, checkpoint_settings
 from xentflow.records import report_console, require_writable, versions, write_whole
 
-RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
+RATES = (5e-4, 1e-3, 2e-3, 4e-3)
 TUNING_SEED = 1000
 SEQUENCE_STEPS = 2000
 SHORTER = 4
@@ -43,8 +44,8 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "Lie–Trotter": {"splitting": "lie-trotter"},
     "Strang": {"splitting": "strang"},
     "Yoshida": {"splitting": "yoshida"},
+    "sphere": {"normalisation": "sphere"},
     "free features": {"normalisation": "free"},
-    "pre-norm": {"normalisation": "pre-norm"},
     "entmax": {"potential": "entmax"},
     "sigmoid": {"potential": "sigmoid"},
     "θ of its own for the target term": {"separate": True},
@@ -119,7 +120,7 @@ def planned(config: TrainConfig, records: Records) -> list[Run]:
     shorter = {name: max(1, count // SHORTER) for name, count in steps.items()}
     runs = []
     for network in NETWORKS:
-        base = replace(plain, network=network, task=config.task, steps=shorter[network], seed=TUNING_SEED)
+        base = replace(plain, network=network, task=config.task, steps=steps[network], seed=TUNING_SEED)
         runs += [Run(f"tuning {network} {rate:g}", replace(base, learning_rate=rate)) for rate in RATES]
     rates = {network: rate for network in NETWORKS if (rate := _best(runs, records, network)) is not None}
     if len(rates) < len(NETWORKS):
@@ -131,25 +132,27 @@ def planned(config: TrainConfig, records: Records) -> list[Run]:
     short = {network: replace(config, steps=shorter[network]) for network, config in judged.items()}
     for seed, network in product(range(config.seeds), NETWORKS):
         runs.append(Run(f"{network} seed {seed}", replace(judged[network], seed=seed)))
-    for seed, network in product(range(config.seeds), NETWORKS):
-        runs.append(Run(f"short {network} seed {seed}", replace(short[network], seed=seed)))
     for seed, network in product(range(config.ablation_seeds), NETWORKS):
         runs.append(Run(f"shuffled {network} seed {seed}", replace(short[network], seed=seed, shuffle_labels=True)))
+    runs += _sequences(config, plain, records)
+    for seed, network in product(range(config.seeds), NETWORKS):
+        runs.append(Run(f"short {network} seed {seed}", replace(short[network], seed=seed)))
     for seed, (name, change) in product(range(config.ablation_seeds), ABLATIONS.items()):
         runs.append(Run(f"ablation {name} seed {seed}", replace(short["derived"], seed=seed, **change)))
     pixels = replace(plain, network="paper", steps=4000, batch=256, learning_rate=1e-3, shift=0)
     for seed, (name, change) in product(range(config.ablation_seeds), PAPER_STACKS.items()):
         runs.append(Run(f"paper {name} seed {seed}", replace(pixels, seed=seed, **change)))
-    return runs + _sequences(config, plain, records)
+    return runs
 
 
 def _sequences(config: TrainConfig, plain: TrainConfig, records: Records) -> list[Run]:
-    """Recall, and the text if there is one: equal steps for both networks, half of them to choose the rate."""
+    """Recall, and the text if there is one: equal steps for both networks, C of the text by distances."""
     runs = []
     tasks: tuple[Any, ...] = ("recall",) if config.text is None else ("recall", "text")
     for task, network in product(tasks, NETWORKS):
         shown = replace(plain, task=task, network=network, size="tiny", batch=64, steps=SEQUENCE_STEPS)
-        base = replace(shown, steps=SEQUENCE_STEPS // 2, seed=TUNING_SEED)
+        shown = replace(shown, relative=task == "text")
+        base = replace(shown, seed=TUNING_SEED)
         tuning = [Run(f"tuning {task} {network} {rate:g}", replace(base, learning_rate=rate)) for rate in RATES]
         runs += tuning
         rate = _best(tuning, records, network)

@@ -48,7 +48,7 @@ NetworkName = Literal["derived", "transformer", "paper"]
 COMPARISON = ("seeds", "ablation_seeds", "budget", "workers", "minutes")
 """Settings of a comparison that say how many runs there are and when, and nothing about any of them."""
 
-KIND = 1
+KIND = 2
 """The kind of run a checkpoint belongs to: one more whenever the same settings would lead elsewhere."""
 
 
