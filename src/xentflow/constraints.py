@@ -129,7 +129,8 @@ class Dual(Constraint):
         norm = torch.linalg.vector_norm(Z, dim=-1, keepdim=True)
         # At the origin ψ* has a corner, and no derivative.
         away = norm > 0
-        return self.radius * _across(_unit(Z), V) * away / torch.where(away, norm, 1)
+        stretch: Tensor = self.radius * away / torch.where(away, norm, 1)
+        return stretch * _across(_unit(Z), V)
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ class LearnedStep(nn.Module):
 
 @dataclass(frozen=True)
 class LineSearch:
-    """Armijo backtracking: the first step of ``initial · shrink^k`` that lowers ℓ by ``slope · h`` times the dissipation.
+    """Armijo backtracking: the first step h of ``initial · shrink^k`` that lowers ℓ by ``slope · h`` × dissipation.
 
     The step tried is an Euler step, or that of the method whose ``advance`` is given. Each sample has its own step. One
     for which no step lowers ℓ, as at a minimum, gets zero.
