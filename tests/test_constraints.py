@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import xentflow as xf
-from flow_instances import AXES, normal, random_flow, seeded
+from flow_instances import AXES, normal, random_flow, seeded, uniform
 
 S, F = 6, 3
 
@@ -70,7 +70,7 @@ class Conformance:
         Z, V = self.point(13), normal(seeded(14), S, F)
         PV = self.constraint.tangent(Z, V)
         coarse, fine = ((self.constraint.retract(Z, t * PV) - (Z + t * PV)).norm() for t in (2e-3, 1e-3))
-        if isinstance(self.constraint, xf.Free):
+        if isinstance(self.constraint, xf.Free | xf.Dual):
             assert coarse == 0
             assert fine == 0
         else:
@@ -84,23 +84,49 @@ class Conformance:
         assert torch.autograd.gradcheck(self.constraint.place, (anywhere,))
         assert torch.autograd.gradcheck(self.constraint.tangent, (Z, V))
         assert torch.autograd.gradcheck(self.constraint.retract, (Z, V))
+        assert torch.autograd.gradcheck(self.constraint.features, (Z,))
+        assert torch.autograd.gradcheck(self.constraint.metric, (Z, V))
+
+    @pytest.mark.filterwarnings("ignore:`torch.jit.script.* is deprecated:DeprecationWarning")
+    def test_the_metric_is_the_derivative_of_the_features(self):
+        Z = self.point(32, 4)
+        V = self.constraint.tangent(Z, normal(seeded(33), 4, S, F))
+        moved = self.constraint.metric(Z, V)
+        _, pushed = torch.func.jvp(self.constraint.features, (Z,), (V,))
+        assert_close(moved, pushed, rtol=1e-12, atol=1e-13)
+
+        def central(t: float) -> Tensor:
+            return (self.constraint.features(Z + t * V) - self.constraint.features(Z - t * V)) / (2 * t)
+
+        assert_close(moved, (4 * central(3e-4) - central(6e-4)) / 3, rtol=0, atol=1e-9)
+
+    def test_the_metric_is_symmetric_and_positive(self):
+        Z = self.point(34)
+        directions = torch.eye(S * F, dtype=torch.float64).reshape(S * F, S, F)
+        M = self.constraint.metric(Z.expand(S * F, S, F), directions).reshape(S * F, S * F)
+        assert_close(M, M.mT, rtol=0, atol=1e-14)
+        assert torch.linalg.eigvalsh(M).min() >= -1e-14
+        assert M.trace() > 0
 
     def test_a_batch_is_so_many_samples(self):
         Z, V = normal(seeded(17), 3, S, F), normal(seeded(18), 3, S, F)
         placed = self.constraint.place(Z)
         for index in range(3):
             assert_close(placed[index], self.constraint.place(Z[index]), rtol=1e-12, atol=1e-12)
-            for move in (self.constraint.tangent, self.constraint.retract):
+            assert_close(self.constraint.features(placed)[index], self.constraint.features(placed[index]))
+            for move in (self.constraint.tangent, self.constraint.retract, self.constraint.metric):
                 assert_close(move(placed, V)[index], move(placed[index], V[index]), rtol=1e-12, atol=1e-12)
 
     @pytest.mark.parametrize("axis", AXES)
     @pytest.mark.parametrize("kind", ["linear", "quadratic"])
     def test_constrained_flow_dissipates_the_projected_gradient(self, kind, axis):
         flow, Z = random_flow(kind, axis, 19, constraint=self.constraint, batch=(3,), S=S, F=F)
-        gradient = xf.feature_gradient(flow.objective, flow.model, Z, flow.targets(Z)).total
+        X = self.constraint.features(Z)
+        gradient = xf.feature_gradient(flow.objective, flow.model, X, flow.targets(Z)).total
         projected = self.constraint.tangent(Z, gradient)
         assert_close(flow.velocity(Z), -projected, rtol=1e-12, atol=1e-12)
-        assert_close(flow.dissipation(Z), projected.square().sum((-2, -1)), rtol=1e-12, atol=0)
+        rate = (projected * self.constraint.metric(Z, projected)).sum((-2, -1))
+        assert_close(flow.dissipation(Z), rate, rtol=1e-12, atol=0)
         V = flow.velocity(Z)
         reach = 1e-4 / torch.linalg.vector_norm(V, dim=(-2, -1))
         t = reach[..., None, None]
@@ -169,6 +195,105 @@ class TestSphereOfFixedRadius(TestSphereOfOwnRadii):
         placed = self.constraint.place(Z)
         assert torch.isfinite(placed).all()
         assert (placed[2] == 0).all()
+
+
+class TestDual(Conformance):
+    constraint = xf.Dual(radius=1.7)
+    dimension = S * F
+
+    def defect(self, Y, Z):
+        return torch.zeros_like(Y)
+
+    def state(self, seed: int) -> Tensor:
+        """Tokens of lengths between a tenth and ten."""
+        generator = seeded(seed)
+        return normal(generator, 4, S, F) * 10 ** (2 * uniform(generator, 4, S, 1) - 1)
+
+    def test_the_state_is_free(self):
+        Z, V = normal(seeded(35), S, F), normal(seeded(36), S, F)
+        assert torch.equal(self.constraint.place(Z), Z)
+        assert torch.equal(self.constraint.tangent(Z, V), V)
+        assert torch.equal(self.constraint.retract(Z, V), Z + V)
+
+    def test_features_are_the_gradient_of_psi(self):
+        """X = ∇ψ*(Z), ψ*(z) = r‖z‖, and the metric is ∇²ψ*."""
+        Z, V = self.state(37).requires_grad_(), normal(seeded(38), 4, S, F)
+        length = (Z * Z).sum(-1).sqrt().sum()
+        (X,) = torch.autograd.grad(1.7 * length, Z, create_graph=True)
+        assert_close(self.constraint.features(Z), X, rtol=1e-13, atol=1e-13)
+        (pushed,) = torch.autograd.grad(X, Z, V)
+        assert_close(self.constraint.metric(Z, V), pushed, rtol=1e-12, atol=1e-12)
+
+    def test_psi_is_conjugate_to_the_balls_indicator(self):
+        """r‖z‖ is the most that ⟨x, z⟩ comes to in the ball, and X is where."""
+        Z = self.state(39)
+        X = self.constraint.features(Z)
+        assert_close(X.norm(dim=-1), torch.full(X.shape[:-1], 1.7, dtype=Z.dtype), rtol=1e-14, atol=0)
+        reached = (X * Z).sum(-1)
+        assert_close(reached, 1.7 * Z.norm(dim=-1), rtol=1e-14, atol=0)
+        tried = normal(seeded(40), 1000, 1, S, F)
+        tried = 1.7 * tried / tried.norm(dim=-1, keepdim=True)
+        assert ((tried * Z).sum(-1) <= reached * (1 + 1e-14)).all()
+
+    def test_what_rms_norm_gives(self):
+        Z = self.state(41)
+        found = xf.Dual(F**0.5).features(Z)
+        assert_close(found, torch.nn.functional.rms_norm(Z, (F,), eps=0.0), rtol=1e-13, atol=1e-13)
+
+    @pytest.mark.parametrize("axis", AXES)
+    @pytest.mark.parametrize("kind", ["linear", "quadratic"])
+    def test_no_length_is_seen_and_each_is_an_inverse_step(self, kind, axis):
+        """ℓ and Ż do not depend on ‖z‖; how fast X moves and ℓ falls does, like 1/‖z‖."""
+        flow, Z = random_flow(kind, axis, 42, constraint=self.constraint, batch=(3,), S=S, F=F)
+        longer = 4 * Z
+        assert_close(flow.energy(longer), flow.energy(Z), rtol=1e-13, atol=0)
+        assert_close(flow.velocity(longer), flow.velocity(Z), rtol=1e-12, atol=1e-13)
+        assert_close(4 * flow.dissipation(longer), flow.dissipation(Z), rtol=1e-12, atol=0)
+        step = self.constraint.features(longer + 0.4 * flow.velocity(longer))
+        assert_close(step, self.constraint.features(Z + 0.1 * flow.velocity(Z)), rtol=1e-12, atol=1e-12)
+
+    @pytest.mark.parametrize("axis", AXES)
+    @pytest.mark.parametrize("kind", ["linear", "quadratic"])
+    def test_it_falls_by_the_projected_gradient_over_the_length(self, kind, axis):
+        """dℓ/dt = −Σ (r/‖z‖)‖P ∂ℓ(X)‖² written out; the part of ∂ℓ along z moves nothing."""
+        flow, Z = random_flow(kind, axis, 43, constraint=self.constraint, batch=(3,), S=S, F=F)
+        X = 1.7 * Z / Z.norm(dim=-1, keepdim=True)
+        G = xf.feature_gradient(flow.objective, flow.model, X, flow.targets(Z)).total
+        across = G - X * (X * G).sum(-1, keepdim=True) / 1.7**2
+        expected = (1.7 / Z.norm(dim=-1) * across.square().sum(-1)).sum(-1)
+        assert_close(flow.dissipation(Z), expected, rtol=1e-12, atol=0)
+        assert (flow.dissipation(Z) > 0).all()
+        # Not the gradient flow of ℓ as a function of Z, which moves by (r/‖z‖) P ∂ℓ.
+        leaf = Z.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(flow.energy(leaf).sum(), leaf)
+        assert_close(slope, self.constraint.metric(Z, G), rtol=1e-11, atol=1e-12)
+        assert (flow.velocity(Z) + slope).norm() > 0.1 * slope.norm()
+
+    @pytest.mark.filterwarnings("ignore:`torch.jit.script.* is deprecated:DeprecationWarning")
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_a_token_at_the_origin_is_seen_there_and_can_leave(self, dtype):
+        """Where ψ* has its corner: values and derivatives are finite, and the metric is the derivative still."""
+        flow, Z = random_flow("linear", "classes", 44, constraint=self.constraint, S=S, F=F)
+        model = xf.Linear(100 * flow.model.theta.to(dtype))
+        flow = xf.GradientFlow(flow.objective, model, flow.targets(Z).to(dtype), constraint=self.constraint)
+        Z = Z.to(dtype)
+        Z[2] = 0
+        assert (self.constraint.features(Z)[2] == 0).all()
+        V = flow.velocity(Z).detach()
+        assert (V[2] != 0).any()
+        assert (self.constraint.metric(Z, V)[2] == 0).all()
+        assert flow.dissipation(Z).isfinite()
+        _, pushed = torch.func.jvp(self.constraint.features, (Z,), (V,))
+        assert_close(self.constraint.metric(Z, V), pushed)
+        for value in (flow.energy, flow.dissipation, lambda Z: flow.velocity(Z).square().sum()):
+            leaf = Z.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(value(leaf).sum(), leaf)
+            assert slope.isfinite().all()
+
+    @pytest.mark.parametrize("size", [1e-200, 1e-300, 1e150])
+    def test_a_token_too_short_or_long_for_its_square_is_not_torn_away(self, size):
+        X = self.constraint.features(size * normal(seeded(45), S, F))
+        assert (X.norm(dim=-1) <= 1.7 * (1 + 1e-12)).all()
 
 
 class TestWhitened(Conformance):

@@ -126,11 +126,10 @@ class Dual(Constraint):
 
     def metric(self, Z: Features, V: Features) -> Features:
         _require_move(Z, V)
-        norm = torch.linalg.vector_norm(Z, dim=-1, keepdim=True)
+        norm: Tensor = torch.linalg.vector_norm(Z, dim=-1, keepdim=True)
         # At the origin ψ* has a corner, and no derivative.
         away = norm > 0
-        stretch: Tensor = self.radius * away / torch.where(away, norm, 1)
-        return stretch * _across(_unit(Z), V)
+        return self.radius * _across(_unit(Z), V) * away / torch.where(away, norm, 1)
 
 
 @dataclass(frozen=True)
@@ -180,5 +179,6 @@ def _across(unit: Tensor, V: Tensor) -> Tensor:
 
 def _unit(Z: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(Z, dim=-1, keepdim=True)
-    # A token at the origin has no direction; it stays there rather than becoming NaN.
-    return Z / norm.clamp_min(torch.finfo(Z.dtype).tiny)
+    # A token at the origin has no direction: it stays there, with a derivative of zero, rather than become NaN.
+    away = norm > 0
+    return Z * away / torch.where(away, norm, 1)
