@@ -15,6 +15,11 @@ BLOCKS = {
                                                oracle=xf.Band(), splitting=xf.Strang(), step=0.1),
     "game": lambda axis, g: xf.derive(xf.CrossEntropy(axis), xf.Quadratic(normal((H, F, F), g, 0.4), roles="own"),
                                       oracle=xf.Shift(-1), causal=True, step=xf.LearnedStep(0.1, heads=H)),
+    "dual": lambda axis, g: xf.derive(xf.CrossEntropy(axis), xf.Quadratic(normal((H, F, F), g, 0.4)),
+                                      oracle=xf.Band(), splitting=xf.Strang(), step=0.1, constraint=xf.Dual(F**0.5)),
+    "dual game": lambda axis, g: xf.derive(xf.CrossEntropy(axis), xf.Quadratic(normal((H, F, F), g, 0.4), roles="own"),
+                                           oracle=xf.Shift(-1), causal=True, step=xf.LearnedStep(0.1, heads=H),
+                                           constraint=xf.Dual(F**0.5)),
     "no common energy": lambda axis, g: xf.derive(xf.CrossEntropy(axis), xf.Quadratic(normal((F, F), g, 0.4)),
                                                   oracle=xf.Uniform(), printed_form=True, step=0.1),
 }  # fmt: skip
@@ -32,10 +37,11 @@ def linear(generator, **settings):
 def test_of_each_kind(axis, kind, generator):
     block, Z = BLOCKS[kind](axis, generator), normal((3, S, F), generator)
     c = certify(block, Z, {})
-    assert c.kind == kind
+    assert c.kind == {"dual": "gradient flow", "dual game": "game"}.get(kind, kind)
     # What is printed is far from the gradient; a gradient flow and a game are what they say to rounding.
     assert (c.gradient_error > 0.05) if kind == "no common energy" else (c.gradient_error <= 1e-14)
-    assert (c.dissipation_error is None) == (kind != "gradient flow")
+    assert (c.dissipation_error is None) == (c.kind != "gradient flow")
+    assert c.dissipation_error is None or c.dissipation_error <= 1e-14
     assert c.curvature is None
     assert not c.certified
     assert c.declared_order == block.splitting.order
@@ -45,17 +51,32 @@ def test_of_each_kind(axis, kind, generator):
 
 
 @every_axis
-@pytest.mark.parametrize("kind", ["gradient flow", "game"])
+@pytest.mark.parametrize("kind", ["gradient flow", "game", "dual", "dual game"])
 def test_a_wrong_pullback_is_noticed(axis, kind, generator, monkeypatch):
     block, Z = BLOCKS[kind](axis, generator), normal((3, S, F), generator)
     for pullback in ("query_pullback", "key_pullback"):
         right = getattr(xf.Quadratic, pullback)
         with monkeypatch.context() as broken:
             broken.setattr(xf.Quadratic, pullback, lambda self, Z, M, right=right: -right(self, Z, M))
-            plays = kind == "gradient flow" or (pullback == "query_pullback") == (axis == "classes")
+            gradient = kind in ("gradient flow", "dual")
+            plays = gradient or (pullback == "query_pullback") == (axis == "classes")
             c = certify(block, Z, {})
             assert (c.gradient_error > 0.1) == plays
-            assert kind == "game" or c.dissipation_error > 0.1
+            assert not gradient or c.dissipation_error > 0.1
+
+
+@every_axis
+def test_of_a_dual_state_every_part_is_looked_at(axis, generator, monkeypatch):
+    """The part of the velocity along z, which moves no features; the features themselves; and how they move."""
+    block, Z = BLOCKS["dual"](axis, generator), normal((3, S, F), generator)
+    right = xf.GradientFlow.velocity
+    with monkeypatch.context() as broken:
+        broken.setattr(xf.GradientFlow, "velocity", lambda self, Z: xf.Sphere().tangent(Z, right(self, Z)))
+        assert certify(block, Z, {}).gradient_error > 0.1
+    for name, wrong in (("features", lambda self, Z: Z), ("metric", lambda self, Z, V: xf.Sphere().tangent(Z, V))):
+        with monkeypatch.context() as broken:
+            broken.setattr(xf.Dual, name, wrong)
+            assert certify(block, Z, {}).dissipation_error > 0.01
 
 
 def test_a_stepper_of_lower_order_is_noticed(generator, monkeypatch):
@@ -120,14 +141,16 @@ def test_where_nothing_moves_there_is_no_order_to_measure(still, generator):
     assert c.rises == 0
 
 
-def test_nor_on_a_sphere_of_one_dimension(generator):
+@pytest.mark.parametrize("constraint", [xf.Sphere(), xf.Dual(1.5)], ids=repr)
+def test_nor_on_a_sphere_of_one_dimension(constraint, generator):
     """A token of one feature has nowhere to go: what is left of its velocity is rounding, and is taken for that."""
-    block = xf.derive(
-        xf.CrossEntropy("classes"), xf.Linear(normal((K, 1), generator)), oracle=xf.Uniform(), constraint=xf.Sphere()
-    )
+    linear = xf.Linear(normal((K, 1), generator))
+    block = xf.derive(xf.CrossEntropy("classes"), linear, oracle=xf.Uniform(), constraint=constraint, step=1e-3)
     c = certify(block, normal((2, S, 1), generator), {})
-    assert c.measured_order is None
-    assert max(c.gradient_error, c.dissipation_error, c.constraint_error) <= 1e-14
+    assert max(c.gradient_error, c.dissipation_error, c.constraint_error or 0) <= 1e-14
+    assert c.rises == 0
+    # A dual state moves all the same, and is only not seen to.
+    assert (c.measured_order is None) or isinstance(constraint, xf.Dual)
 
 
 @pytest.mark.parametrize("step", [1e30, 1e100, 1e200, 1e300])

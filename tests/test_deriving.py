@@ -14,6 +14,7 @@ SENSIBLE = {
     "causal given": "--model quadratic --axis sequence --roles own --causal",
     "printed": "--model quadratic --axis sequence --printed_form",
     "whitened": "--model linear --axis sequence --potential softplus --splitting rk4 --constraint whitened",
+    "dual": "--model quadratic --axis classes --heads 2 --splitting strang --constraint dual",
     "exact": "--model quadratic --axis classes --exact --oracle band --splitting lie-trotter",
     "still": "--model linear --axis classes --classes 1",
 }

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from xentflow.axes import is_finite
 from xentflow.block import DerivedBlock, trace
-from xentflow.constraints import Constraint, Free, Sphere, Whitened
+from xentflow.constraints import Constraint, Dual, Free, Sphere, Whitened
 from xentflow.derive import is_one_euler_step
 from xentflow.errors import XentflowError
 from xentflow.flow import GradientFlow
@@ -32,9 +32,9 @@ class Certificate:
 
     kind: str
     gradient_error: float
-    """Velocity against autograd: of ℓ, or for a game of each token's own ℓ."""
+    """Velocity against autograd in the features: of ℓ, or for a game of each token's own ℓ."""
     dissipation_error: float | None
-    """dℓ/dt along the velocity against the dissipation, −‖Ż‖² but for ``Dual``."""
+    """dℓ/dt along the velocity against the dissipation, which is ‖Ż‖² but for ``Dual``."""
     constraint_error: float | None
     """How far one step leaves the constraint set: norms of tokens on a sphere, ZᵀZ/S where whitened."""
     curvature: float | None
@@ -72,13 +72,13 @@ def certify(block: DerivedBlock, Z: Tensor, inputs: dict[str, Tensor | None], pa
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         moved = block(Z, **inputs)
     step = float(trace([block], Z, inputs).times[-1].mean())
-    curvature = _curvature(flow)
+    slope, curvature = _slope(block, flow, Z), _curvature(flow)
     parameters = sum(parameter.numel() for parameter in block.parameters())
     one_step = isinstance(block.constraint, Free) and is_one_euler_step(block.splitting) and flow.is_gradient
     return Certificate(
         kind=block.kind,
-        gradient_error=_gradient_error(block, flow, Z),
-        dissipation_error=_dissipation_error(flow, Z) if flow.is_gradient else None,
+        gradient_error=_gradient_error(flow, Z, slope),
+        dissipation_error=_dissipation_error(flow, Z, slope) if flow.is_gradient else None,
         constraint_error=_constraint_error(block.constraint, Z, moved),
         curvature=curvature,
         certified=one_step and curvature is not None and step * curvature < 2,
@@ -119,12 +119,14 @@ def _constraint_error(constraint: Constraint, Z: Tensor, moved: Tensor) -> float
     return None
 
 
-def _gradient_error(block: DerivedBlock, flow: GradientFlow, Z: Tensor) -> float:
-    still, moving = Z.detach(), Z.detach().requires_grad_()
+def _slope(block: DerivedBlock, flow: GradientFlow, Z: Tensor) -> Tensor:
+    """By autograd, the gradient in the features of ℓ, or for a game of each token's own ℓ."""
+    # Of a dual state the features show but a part of the velocity, and all of it must be right.
+    still = flow.constraint.features(Z.detach())
+    moving = still.clone().requires_grad_()
     if block.kind == "game" and isinstance(flow.model, Quadratic):
         theta = flow.model.full_theta()
-        pair = (moving, still) if flow.objective.axis == "classes" else (still, moving)
-        queries, keys = map(flow.constraint.features, pair)
+        queries, keys = (moving, still) if flow.objective.axis == "classes" else (still, moving)
         if flow.model.heads is not None:
             queries, keys = queries.unsqueeze(-3), keys.unsqueeze(-3)
         N = queries @ theta @ keys.mT
@@ -132,21 +134,26 @@ def _gradient_error(block: DerivedBlock, flow: GradientFlow, Z: Tensor) -> float
         if flow.head_weights is not None:
             energy = energy * flow.head_weights.squeeze(-1)
     else:
-        energy = flow.energy(moving)
+        free = copy.copy(flow)
+        free.constraint = Free()
+        energy = free.energy(moving)
     (gradient,) = torch.autograd.grad(energy.sum(), moving)
+    return gradient
+
+
+def _gradient_error(flow: GradientFlow, Z: Tensor, slope: Tensor) -> float:
     with torch.no_grad():
         # Not relative to the projected gradient, of which a constraint may leave nothing but rounding.
-        moved = flow.constraint.metric(still, flow.velocity(still))
-        difference = moved + flow.constraint.tangent(still, gradient)
-        return _ratio(difference.norm(), gradient.norm())
+        difference = flow.velocity(Z) + flow.constraint.tangent(Z, slope)
+        return _ratio(difference.norm(), slope.norm())
 
 
-def _dissipation_error(flow: GradientFlow, Z: Tensor) -> float:
+def _dissipation_error(flow: GradientFlow, Z: Tensor, slope: Tensor) -> float:
     velocity = flow.velocity(Z).detach()
     moving = Z.detach().requires_grad_()
     (gradient,) = torch.autograd.grad(flow.energy(moving).sum(), moving)
     difference = (gradient * velocity).sum((-2, -1)) + flow.dissipation(Z).detach()
-    return _ratio(difference.norm(), gradient.square().sum((-2, -1)).norm())
+    return _ratio(difference.norm(), slope.square().sum((-2, -1)).norm())
 
 
 def _curvature(flow: GradientFlow) -> float | None:
@@ -160,7 +167,9 @@ def _curvature(flow: GradientFlow) -> float | None:
 def _measured_order(flow: GradientFlow, Z: Tensor, method: Method) -> float | None:
     """log₂ of the ratio by which results come closer as steps are halved twice, while features move by about half."""
     with torch.no_grad():
-        speed = float(flow.velocity(Z).norm() / Z.norm())
+        # What is seen of a dual token turns the faster the shorter that is, so none may move by more than half.
+        dim = -1 if isinstance(flow.constraint, Dual) else None
+        speed = float((flow.velocity(Z).norm(dim=dim) / Z.norm(dim=dim)).max())
         if speed < 1e-14:
             return None
         time = 0.5 / speed

@@ -40,7 +40,7 @@ class DeriveConfig:
         roles: of a token in the quadratic model.
         heads: number of heads, each with its own theta.
         rank: of a factor phi with theta = phi phi^T, in the quadratic model.
-        constraint: where features live.
+        constraint: where features live; "dual" is pre-norm, of radius √F.
         step: a number, "learned", "certified" or "line-search".
         causal: no token sees a later one.
         printed_form: the paper's quadratic form as printed.
@@ -148,7 +148,7 @@ def table(certificate: Certificate) -> Table:
     shown.add_row("kind", c.kind)
     shown.add_row(f"velocity against {against.get(c.kind, 'the gradient of ℓ')}", f"{c.gradient_error:.1e} relative")
     if c.dissipation_error is not None:
-        shown.add_row("dℓ/dt against −‖Ż‖²", f"{c.dissipation_error:.1e} relative")
+        shown.add_row("dℓ/dt against the dissipation", f"{c.dissipation_error:.1e} relative")
     if c.constraint_error is not None:
         shown.add_row("one step leaves the constraint set by", f"{c.constraint_error:.1e} relative")
     if c.curvature is None:
