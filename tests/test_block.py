@@ -32,7 +32,7 @@ SPLITTINGS = (
     xf.Heun(),
     xf.RK4(),
 )
-CONSTRAINTS = (xf.Free(), xf.Sphere(), xf.Sphere(1.3), xf.Whitened())
+CONSTRAINTS = (xf.Free(), xf.Sphere(), xf.Sphere(1.3), xf.Dual(1.3), xf.Whitened())
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,12 @@ def place(constraint: xf.Constraint, Z: Tensor) -> Tensor:
     return orthonormal(Z) if isinstance(constraint, xf.Whitened) else Z
 
 
+def features(constraint: xf.Constraint, Z: Tensor) -> Tensor:
+    if isinstance(constraint, xf.Dual):
+        return constraint.radius * Z / Z.square().sum(-1, keepdim=True).sqrt()
+    return Z
+
+
 def project(constraint: xf.Constraint, Z: Tensor, V: Tensor) -> Tensor:
     if isinstance(constraint, xf.Sphere):
         return V - Z * (Z * V).sum(-1, keepdim=True) / (Z * Z).sum(-1, keepdim=True)
@@ -214,17 +220,17 @@ def written_out(problem: Problem, splitting: xf.Splitting, constraint: xf.Constr
     """One step, from the formulas alone."""
 
     def attention(Z: Tensor) -> Tensor:
-        return -project(constraint, Z, problem.attention(Z))
+        return -project(constraint, Z, problem.attention(features(constraint, Z)))
 
     def target(Z: Tensor) -> Tensor:
-        return project(constraint, Z, problem.target(Z))
+        return project(constraint, Z, problem.target(features(constraint, Z)))
 
     def move(Z: Tensor, V: Tensor) -> Tensor:
         return retract(constraint, Z, V)
 
     Z, name = place(constraint, problem.Z), type(splitting).__name__
     if name not in SCHEDULES:
-        return stepped(name, lambda Z: project(constraint, Z, problem.target(Z) - problem.attention(Z)), move, Z, h)
+        return stepped(name, lambda Z: target(Z) + attention(Z), move, Z, h)
     schedule = SCHEDULES[name]
     if name == "Yoshida":  # neighbouring half-steps of the target are one, as in its definition with a non-linear flow
         (a, b, c), (d, e, f), (g, i, j) = schedule[:3], schedule[3:6], schedule[6:]
@@ -366,7 +372,7 @@ class TestStepsOfTheirOwn:
             expected = half + problem.target(half) * h
             assert relative_error(block(problem.Z, **problem.inputs()), expected) <= 1e-12
 
-    @pytest.mark.parametrize("constraint", [xf.Free(), xf.Sphere()], ids=repr)
+    @pytest.mark.parametrize("constraint", [xf.Free(), xf.Sphere(), xf.Dual(1.3)], ids=repr)
     @pytest.mark.parametrize("kind", KINDS[:-1])
     def test_learned_per_head_weighs_the_energies(self, kind, constraint, generator):
         """A head's step times its terms, for unit time: the flow of ℓ = Σ w_h ℓ_h, whose energy the trace shows."""
@@ -377,14 +383,16 @@ class TestStepsOfTheirOwn:
                 block.step.log_step.copy_(normal((H,), generator, 0.5))
             w = torch.exp(block.step.log_step.detach())
             flow = block.flow(problem.Z, **problem.inputs())
-            N = problem.logits(problem.Z)
+            X = features(constraint, problem.Z)
+            N = problem.logits(X)
             each = (torch.logsumexp(N, problem.potential.dim).sum(-1)) - (problem.C * N).sum((-2, -1))
             assert_close(flow.energy(problem.Z), (each * w).sum(-1), rtol=1e-12, atol=1e-12)
 
             p = reference_weights(problem.potential, N) * w[:, None, None]
-            half = -project(constraint, problem.Z, problem.pulled(problem.Z, p, problem.theta))
+            half = -project(constraint, problem.Z, problem.pulled(X, p, problem.theta))
             half = retract(constraint, problem.Z, half)
-            target = project(constraint, half, problem.pulled(half, problem.C * w[:, None, None], problem.theta))
+            X = features(constraint, half)
+            target = project(constraint, half, problem.pulled(X, problem.C * w[:, None, None], problem.theta))
             expected = retract(constraint, half, target)
             assert relative_error(block(problem.Z, **problem.inputs()), expected) <= 1e-12
 
@@ -474,6 +482,18 @@ class TestConstrained:
                 assert (inner / scale).max() <= 1e-12
             require_monotone(path.energy)
 
+    def test_dual(self, axis, kind):
+        for constraint in (xf.Dual(0.5), xf.Dual(F**0.5)):
+            problem, block = trials(axis, kind, constraint, seed=9)
+            with torch.no_grad():
+                path = block.trajectory(problem.Z, steps=50, **problem.inputs())
+            steps = path.times.diff(dim=0)[..., None, None]
+            X = features(constraint, path.Z[:-1])
+            moved = steps * (problem.target(X) - problem.attention(X))
+            assert relative_error(path.Z[1:], path.Z[:-1] + moved) <= 1e-12
+            assert_close(path.logits, problem.logits(features(constraint, path.Z)), rtol=1e-12, atol=1e-12)
+            require_monotone(path.energy)
+
     def test_whitened(self, axis, kind):
         problem, block = trials(axis, kind, xf.Whitened(), seed=8)
         with torch.no_grad():
@@ -532,6 +552,23 @@ class TestInputs:
         block(Z)
         assert len(asked) == 1
         assert torch.equal(asked[0], Z)
+
+    def test_an_oracle_sees_what_the_model_sees(self, generator):
+        """Of a dual state that is its features: their length is for nobody to see."""
+        seen = []
+
+        class Counting(xf.SelfPrediction):
+            def forward(self, Z, N, *rest):
+                seen.append((Z, N))
+                return super().forward(Z, N, *rest)
+
+        model, Z = xf.Linear(normal((K, F), generator)), normal((S, F), generator)
+        block = xf.derive(xf.CrossEntropy("classes"), model, oracle=Counting(0.5), constraint=xf.Dual(1.3), step=STEP)
+        step = block(Z) - Z
+        ((X, N),) = seen
+        assert_close(X, features(block.constraint, Z), rtol=1e-13, atol=1e-13)
+        assert_close(N, X @ model.theta.mT, rtol=1e-13, atol=1e-13)
+        assert_close(block(5 * Z) - 5 * Z, step, rtol=1e-12, atol=1e-13)
 
     def test_what_it_discretises(self, generator):
         theta = normal((F, F), generator)

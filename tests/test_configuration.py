@@ -106,7 +106,9 @@ class TestEveryPartThatIsData:
     def test_splittings(self, axis, splitting):
         same(derive(axis, splitting=splitting))
 
-    @pytest.mark.parametrize("constraint", [xf.Free(), xf.Sphere(), xf.Sphere(1.5), xf.Whitened()], ids=repr)
+    @pytest.mark.parametrize(
+        "constraint", [xf.Free(), xf.Sphere(), xf.Sphere(1.5), xf.Dual(1.5), xf.Whitened()], ids=repr
+    )
     def test_constraints(self, axis, constraint):
         same(derive(axis, constraint=constraint))
 

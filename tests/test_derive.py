@@ -23,6 +23,7 @@ SPLITTINGS = (
     xf.Heun(),
     xf.RK4(),
 )
+CONSTRAINTS = (xf.Free(), xf.Sphere(), xf.Dual(1.5), xf.Whitened())
 ORACLES = {
     "given": xf.Given,
     "self": xf.SelfPrediction,
@@ -76,7 +77,7 @@ def test_it_accepts_what_makes_sense_and_refuses_the_rest(axis, kind, generator)
     Z = normal((S, F), generator, 0.5)
     context = {"context": normal((K, 2), generator)} if kind == "bilinear" else {}
     made = 0
-    parts = product(ORACLES, SPLITTINGS, STEPS, (xf.Free(), xf.Sphere(), xf.Whitened()), (False, True))
+    parts = product(ORACLES, SPLITTINGS, STEPS, CONSTRAINTS, (False, True))
     for index, (oracle, splitting, step, constraint, causal) in enumerate(parts):
 
         def call():

@@ -61,7 +61,7 @@ class TestGradientFlow:
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("kind", EVERY_KIND)
 def test_the_two_terms_sum_to_the_velocity(kind, axis):
-    for constraint in (xf.Free(), xf.Sphere(), xf.Whitened()):
+    for constraint in (xf.Free(), xf.Sphere(), xf.Dual(1.5), xf.Whitened()):
         flow, Z = random_flow(kind, axis, 40, constraint=constraint, heads=2, batch=(3,))
         attention, target = flow.terms
         assert (attention.name, target.name) == ("attention", "target")

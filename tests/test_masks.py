@@ -73,7 +73,7 @@ class TestCausal:
         phi, Z = normal((F, 2) if heads is None else (heads, F, 2), generator, 0.4), normal((2, 6, F), generator, 0.5)
         other = changed_from(Z, 4, generator, 0.5)
         rules = [0.1, xf.LearnedStep(0.1), xf.LearnedStep(0.1, **({"heads": heads} if heads else {"features": F}))]
-        for name, splitting, constraint in product(POTENTIAL_NAMES, SPLITTINGS, (xf.Free(), xf.Sphere())):
+        for name, splitting, constraint in product(POTENTIAL_NAMES, SPLITTINGS, (xf.Free(), xf.Sphere(), xf.Dual(1.5))):
             for step in rules if isinstance(constraint, xf.Free) else rules[:2]:
                 block = xf.derive(
                     xf.Objective(POTENTIALS[name](axis)),
@@ -206,6 +206,7 @@ class TestPadding:
             for splitting, constraint in (
                 (xf.LieTrotter(), xf.Free()),
                 (xf.Strang(), xf.Sphere()),
+                (xf.Strang(), xf.Dual(1.5)),
                 (xf.RK4(), xf.Free()),
             ):
                 block = xf.derive(

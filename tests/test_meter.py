@@ -67,6 +67,20 @@ class TestPlanted:
         free = xf.GradientFlow(flow.objective, flow.model, flow.targets(Z))
         assert xf.measure_faithfulness(Moves(lambda Z: 0.3 * flow.velocity(Z)), free, Z).cosine < 0.99
 
+    @pytest.mark.parametrize("axis", AXES)
+    def test_a_block_of_a_dual_state_follows_its_own_flow_and_not_the_gradient_in_the_state(self, axis, generator):
+        theta, Z = normal((F, F), generator, 0.3), normal((3, S, F), generator)
+        block = xf.derive(xf.CrossEntropy(axis), xf.Quadratic(theta), oracle=xf.Band(), splitting=xf.Euler(), step=0.05,
+                          constraint=xf.Dual(F**0.5))  # fmt: skip
+        flow = block.flow(Z)
+        found = xf.measure_faithfulness(block, flow, Z)
+        assert found.cosine >= 1 - 1e-12
+        assert found.scale == pytest.approx(0.05, rel=1e-12)
+        assert found.fraction_descending == 1
+        in_the_state = xf.measure_faithfulness(block, flow.energy, Z)
+        assert 0.1 < in_the_state.cosine < 0.99
+        assert_close(in_the_state.energy_change, found.energy_change)
+
     @pytest.mark.parametrize("factor", [1e-3, 0.5, 2.0, 100.0])
     def test_an_energy_off_by_a_constant_is_told_by_the_scale_alone(self, factor, generator):
         model, Z = xf.Linear(normal((K, F), generator)), normal((3, S, F), generator)

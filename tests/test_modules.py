@@ -66,6 +66,16 @@ def blocks(generator):
         ),
         "certified": (xf.derive(rows, xf.Linear(theta(K, F)), oracle=xf.Uniform(), step=xf.CertifiedStep()), {}),
         "searched": (xf.derive(rows, xf.Quadratic(theta(F, F)), oracle=xf.Uniform(), step=xf.LineSearch()), {}),
+        "dual": (
+            xf.derive(
+                rows,
+                xf.Linear(theta(H, K, F)),
+                oracle=xf.SelfPrediction(0.5),
+                step=xf.LearnedStep(0.3, heads=H),
+                constraint=xf.Dual(F**0.5),
+            ).double(),
+            {},
+        ),
     }  # fmt: skip
 
 

@@ -79,7 +79,7 @@ class TestOrder:
         ]
         assert found == pytest.approx([2, 3], abs=0.05)
 
-    @pytest.mark.parametrize("constraint", [xf.Sphere(), xf.Whitened()], ids=repr)
+    @pytest.mark.parametrize("constraint", [xf.Sphere(), xf.Dual(1.5), xf.Whitened()], ids=repr)
     @pytest.mark.parametrize("axis", AXES)
     def test_order_survives_a_constraint(self, axis, constraint):
         flow, Z = random_flow("quadratic", axis, 5, constraint=constraint, S=4, F=3)

@@ -1,4 +1,4 @@
-"""How far to go: the certified step against ten thousand instances, and the line search against ten thousand more."""
+"""How far to go: the certified step against ten thousand instances, and the line search against fifteen thousand."""
 
 import pytest
 import torch
@@ -133,10 +133,10 @@ class TestSafeStep:
 
 
 class TestLineSearch:
-    @pytest.mark.parametrize("constraint", [xf.Free(), xf.Sphere()], ids=repr)
+    @pytest.mark.parametrize("constraint", [xf.Free(), xf.Sphere(), xf.Dual(1.5)], ids=repr)
     @pytest.mark.parametrize("axis", AXES)
     def test_no_rise_in_quadratic_models(self, axis, constraint):
-        """2 axes × 2 constraints × 6 potentials × 7 models × 60 samples = 10 080 instances, no tolerance at all."""
+        """2 axes × 3 constraints × 6 potentials × 7 models × 60 samples = 15 120 instances, no tolerance at all."""
         generator, search, risen = seeded(50 + AXES.index(axis)), xf.LineSearch(), 0
         for potential in potentials(axis):
             for _ in range(7):
@@ -150,9 +150,10 @@ class TestLineSearch:
                 risen += int((flow.energy(EULER.advance(flow, Z, h)) > flow.energy(Z)).sum())
         assert risen == 0
 
+    @pytest.mark.parametrize("constraint", [xf.Free(), xf.Dual(1.5)], ids=repr)
     @pytest.mark.parametrize("axis", AXES)
-    def test_the_step_is_the_first_that_meets_armijos_condition(self, axis):
-        flow, Z = random_flow("quadratic", axis, 60, batch=(40,))
+    def test_the_step_is_the_first_that_meets_armijos_condition(self, axis, constraint):
+        flow, Z = random_flow("quadratic", axis, 60, batch=(40,), constraint=constraint)
         search = xf.LineSearch(initial=4.0, shrink=0.25, slope=0.3)
         h = search(flow, Z)
 

@@ -131,6 +131,7 @@ def test_a_certified_step_is_for_free_gradient_flows_only(normal):
     loss = xf.CrossEntropy("classes")
     for flow in (
         xf.GradientFlow(loss, model, labels, xf.Sphere()),
+        xf.GradientFlow(loss, model, labels, xf.Dual(1.0)),
         xf.GradientFlow(loss, model, labels, target_model=xf.Linear(normal(3, 2))),
     ):
         with pytest.raises(xf.XentflowError, match="gradient flow of Free features"):
@@ -169,6 +170,7 @@ def test_the_certificate_says_that_l_cannot_rise_only_where_that_is_proved(norma
 
     assert certified(step=xf.CertifiedStep())
     assert not certified(step=1e-3, constraint=xf.Sphere())
+    assert not certified(step=1e-3, constraint=xf.Dual(1.0))
     assert not certified(step=1e-3, splitting=xf.Strang())
     assert not certified(step=1e3)
 

@@ -86,7 +86,7 @@ def _require_causal(model: Model, oracle: Oracle, splitting: Method, constraint:
             "what later tokens make of it as their key, and so carries the future into the past"
         )
     if isinstance(constraint, Whitened):
-        raise XentflowError("causal: expected Free or Sphere features, got Whitened, which mixes all tokens")
+        raise XentflowError("causal: expected Free, Sphere or Dual features, got Whitened, which mixes all tokens")
     if isinstance(splitting, Splitting) and splitting.exact:
         raise XentflowError(
             "causal: expected integrated sub-steps, got exact=True, whose number of sub-steps depends on all tokens"

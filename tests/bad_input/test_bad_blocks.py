@@ -86,7 +86,7 @@ class TestCausal:
     def test_what_mixes_tokens(self):
         refuses(
             lambda: token_block("own", causal=True, constraint=xf.Whitened()),
-            "causal: expected Free or Sphere features, got Whitened, which mixes all tokens",
+            "causal: expected Free, Sphere or Dual features, got Whitened, which mixes all tokens",
         )
         refuses(
             lambda: token_block("own", causal=True, splitting=xf.Strang(exact=True)),
@@ -102,7 +102,7 @@ class TestCausal:
 
 class TestExact:
     def test_on_a_constraint(self):
-        for constraint in (xf.Sphere(), xf.Whitened()):
+        for constraint in (xf.Sphere(), xf.Dual(2.0), xf.Whitened()):
             refuses(
                 lambda constraint=constraint: block(splitting=xf.Strang(exact=True), constraint=constraint),
                 "exact: expected Free features, got",
@@ -129,15 +129,17 @@ class TestStep:
         refuses(lambda: block(step=xf.LearnedStep(heads=2)), "each of the model's heads, None, got 2")
 
     def test_of_features_on_a_constraint(self):
-        refuses(
-            lambda: block(step=xf.LearnedStep(features=3), constraint=xf.Sphere()),
-            "step: expected one for all features on Sphere(radius=None), got 3",
-            "leave the tangent space",
-        )
+        for constraint in (xf.Sphere(), xf.Dual(2.0)):
+            refuses(
+                lambda constraint=constraint: block(step=xf.LearnedStep(features=3), constraint=constraint),
+                f"step: expected one for all features on {constraint!r}, got 3",
+                "along which ℓ need not fall there",
+            )
 
     def test_certified(self):
         refuses(lambda: token_block(step=xf.CertifiedStep()), "for CertifiedStep, got Quadratic", "no bound")
         refuses(lambda: block(step=xf.CertifiedStep(), constraint=xf.Sphere()), "for one gradient step, got Sphere")
+        refuses(lambda: block(step=xf.CertifiedStep(), constraint=xf.Dual(2.0)), "for one gradient step, got Dual")
         refuses(lambda: block(step=xf.CertifiedStep(), splitting=xf.Strang()), "for one gradient step", "Strang")
         refuses(
             lambda: block(step=xf.CertifiedStep(), target_model=xf.Linear(2 * THETA)),

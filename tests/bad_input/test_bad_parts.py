@@ -36,6 +36,7 @@ def test_numbers_that_must_be_positive(bad):
     refuses(lambda: xf.CrossEntropy("classes", temperature=bad), "temperature: expected a positive finite number", said)
     refuses(lambda: xf.Entmax("classes", alpha=bad), "alpha: expected 1 < alpha <= 2", said)
     refuses(lambda: xf.LineSearch(initial=bad), "LineSearch: expected initial > 0", said)
+    refuses(lambda: xf.Dual(radius=bad), "radius: expected a positive finite number", said)
     if bad is not None:
         refuses(lambda: xf.Sphere(radius=bad), "radius: expected a positive finite number or None", said)
 
@@ -213,7 +214,7 @@ def test_theta_of_cross_attention(bad, fragments):
     refuses(lambda: xf.cross_attention(Z, bad, axis="classes"), *fragments)
 
 
-CONSTRAINTS = [xf.Free(), xf.Sphere(), xf.Sphere(radius=2.0), xf.Whitened()]
+CONSTRAINTS = [xf.Free(), xf.Sphere(), xf.Sphere(radius=2.0), xf.Dual(radius=2.0), xf.Whitened()]
 
 
 @pytest.mark.parametrize("constraint", CONSTRAINTS, ids=repr)
@@ -243,6 +244,11 @@ def test_features_to_move(constraint, entry, bad, fragments):
 )
 def test_velocities(constraint, entry, bad, fragments):
     refuses(lambda: getattr(constraint, entry)(Z, bad), *fragments)
+
+
+@pytest.mark.parametrize("bad", [Z[:1], Z.float(), Z.tolist()], ids=["shape", "dtype", "list"])
+def test_what_the_metric_of_a_dual_state_is_asked_for(bad):
+    refuses(lambda: xf.Dual(2.0).metric(Z, bad), "V: expected")
 
 
 def test_too_few_tokens_to_whiten():
