@@ -184,6 +184,41 @@ class TestEveryChoice:
             if kind != "own":
                 assert "‖P[Z] ∂ℓ‖²" in text
 
+    def test_a_dual_state_is_moved_freely_and_seen_on_a_sphere(self, axis, kind):
+        attention, target = (term.replace("Z", "X") for term in (OWN[axis] if kind == "own" else TERMS[kind]))
+
+        def grouped(term):
+            return f"({term})" if " + " in term else term
+
+        for splitting in (xf.LieTrotter(), xf.Strang(), xf.Yoshida(), xf.Euler(), xf.RK4()):
+            block = xf.derive(xf.CrossEntropy(axis), model(kind), constraint=xf.Dual(2.5), splitting=splitting)
+            text, latex = block.derivation(), block.derivation("latex")
+            clean(text, latex)
+            assert "ℓ(X) = " in row(text, "objective")
+            assert f"N = {LOGITS[kind].replace('Z', 'X')}" in row(text, "model")
+            heading = "own part" if kind == "own" else "gradient"
+            assert f"{attention} − {grouped(target)}" in row(text, heading)
+            assert f"Ż = {target} − {grouped(attention)}" in row(text, "flow")
+            fall = "dℓ/dt = −Σ 2.5‖P_x ∂ℓ‖² / ‖z‖, P_x v = v − x⟨x, v⟩ / ‖x‖²"
+            assert (fall in row(text, "flow")) == (kind != "own")
+            assert row(text, "dual").splitlines()[:2] == [
+                "dual       ψ*(z) = 2.5‖z‖",
+                "           x = ∇ψ*(z) = 2.5z/‖z‖",
+            ]
+            assert "R[" not in text
+            assert "P[" not in text
+            if isinstance(splitting, xf.Euler):
+                assert row(text, "block") == f"block      Z⁺ = Z + h ({target} − {grouped(attention)})"
+            if splitting == xf.LieTrotter():
+                weights = f"softmax({LOGITS[kind].replace('Z', 'X')})"
+                first, second = (f"({term})" if ":" in term else grouped(term) for term in (attention, target))
+                assert row(text, "block").splitlines() == [
+                    f"block      Z₁ = Z − h {first}, p = {weights}",
+                    f"           Z⁺ = Z₁ + h {second.replace('X', 'X₁')}",
+                ]
+            # What a model, a weight or a pullback reads is X everywhere, and only a state is moved.
+            assert set(re.findall(r"[^ (]*Z[^ )]*", text)) <= {"Z", "Z⁺", *(f"Z{digit}" for digit in "₁₂₃₄₅₆")}
+
     def test_whitened_and_sphere_name_their_maps(self, axis, kind):
         spherical = xf.derive(xf.CrossEntropy(axis), model(kind), constraint=xf.Sphere(2.5)).derivation()
         assert "v − z⟨z, v⟩ / ‖z‖²" in spherical
@@ -216,6 +251,30 @@ class TestTheBlock:
             "           Z₂ = Z₁ − h (pZ₁θᵀ + pᵀZ₁θ), p = softmax(Z₁θZ₁ᵀ)",
             "           Z⁺ = Z₂ + 0.5h (CZ₂θᵀ + CᵀZ₂θ)",
         ]
+
+    @pytest.mark.parametrize("constraint", [xf.Free(), xf.Dual(1.5)], ids=repr)
+    def test_a_whole_step_of_heads_is_bracketed(self, constraint):
+        """h multiplies both sums, not the first alone."""
+        for kind, target, attention in (
+            ("linear", "Σₕ Cₕθₕ", "Σₕ pₕθₕ"),
+            ("both", "Σₕ (CₕZθₕᵀ + CₕᵀZθₕ)", "Σₕ (pₕZθₕᵀ + pₕᵀZθₕ)"),
+        ):
+            block = xf.derive(xf.CrossEntropy("classes"), model(kind, H), splitting=xf.Euler(), constraint=constraint)
+            text = block.derivation()
+            clean(text, block.derivation("latex"))
+            whole = f"{target} − {attention}"
+            whole = whole.replace("Z", "X") if isinstance(constraint, xf.Dual) else whole
+            assert row(text, "block") == f"block      Z⁺ = Z + h ({whole})"
+            # One sum needs none.
+            halves = row(xf.derive(block.objective, block.model, constraint=constraint).derivation(), "block")
+            assert f"+ h {target.replace('Z', 'X₁' if isinstance(constraint, xf.Dual) else 'Z₁')}" in halves
+
+    def test_of_a_dual_state_in_latex(self):
+        latex = xf.derive(xf.CrossEntropy("classes"), model("functional"), constraint=xf.Dual(1.5)).derivation("latex")
+        assert r"\partial_X \ell &= p : \partial_X f(X) - C : \partial_X f(X)" in latex
+        assert r"\psi^*(z) &= 1.5\lVert z\rVert" in latex
+        assert r"x &= \nabla\psi^*(z) = 1.5z/\lVert z\rVert" in latex
+        assert r"\partial_Z" not in latex
 
     def test_yoshida_steps_back(self):
         text = xf.derive(xf.CrossEntropy("classes"), model("linear"), splitting=xf.Yoshida()).derivation()

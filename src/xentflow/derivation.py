@@ -221,7 +221,7 @@ def _pullback(model: Model, M: str, Z: str, axis: str, accent: str = "") -> str:
             return rf"{total}({query} + {key})" if total else f"{query} + {key}"
         return f"{total}{query}" if axis == "classes" else f"{total}{key}"
     f = _sub(f"f{accent}", model)
-    return rf"{total}{M} : \partial_Z {f}({Z})"
+    return rf"{total}{M} : \partial_{Z[0]} {f}({Z})"
 
 
 def _terms(parts: Parts, Z: str) -> tuple[str, str]:
