@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from xentflow.constraints import Dual, Free, Sphere
 from xentflow.errors import XentflowError
 from xentflow.flow import GradientFlow
 from xentflow.networks import (
@@ -78,6 +79,17 @@ def test_the_baseline_has_as_many_parameters(size, inputs):
     assert abs(found / wanted - 1) < 0.02
 
 
+def test_the_default_is_pre_norm_and_made_of_dual_blocks():
+    assert Derivation().normalisation == "pre-norm"
+    network = DerivedTransformer(IMAGES, SMALL)
+    assert [block.constraint for block in network.stack.sequence()] == [Dual(4.0)] * 4
+    assert network.decide.constraint == Sphere(4.0)
+    kinds = {"sphere": Sphere(4.0), "free": Free()}
+    for name, constraint in kinds.items():
+        other = DerivedTransformer(IMAGES, SMALL, Derivation(normalisation=name))
+        assert {block.constraint for block in other.stack.sequence()} == {constraint}
+
+
 def test_labels_enter_no_network_and_pre_norm_is_the_step_at_normalised_features():
     assert not DerivedTransformer(IMAGES, SMALL).uses_labels
     block = DerivedTransformer(IMAGES, SMALL).stack.sequence()[0]
@@ -96,8 +108,11 @@ def test_a_target_term_may_have_a_theta_of_its_own_and_then_no_half_descends_an_
     assert (mix.kind, sort.kind) == ("game", "no common energy")
 
 
-def test_energies_are_each_halfs_own_before_and_after_its_step():
-    network = DerivedTransformer(IMAGES, SMALL)
+@pytest.mark.parametrize("normalisation", ["pre-norm", "sphere", "free"])
+def test_energies_are_each_halfs_own_before_and_after_its_step(normalisation):
+    choice = Derivation(normalisation=normalisation)
+    assert choice.has_energies
+    network = DerivedTransformer(IMAGES, SMALL, choice)
     x = torch.randn(2, 4, 9)
     found = energies(network, x)
     assert found.shape == (4, 2)
@@ -105,6 +120,12 @@ def test_energies_are_each_halfs_own_before_and_after_its_step():
     Z = first.constraint.place(network.embedding(x))
     assert_close(found[0, 0], first.flow(Z).energy(Z).mean() / 4)
     assert_close(found[0, 1], first.flow(Z).energy(first(Z)).mean() / 4)
+    second = network.stack.sequence()[1]
+    Z = second.constraint.place(first(Z))
+    assert_close(found[1, 0], second.flow(Z).energy(Z).mean() / 4)
+    if normalisation == "pre-norm":
+        # Of the states only directions are seen.
+        assert_close(second.flow(Z).energy(3 * Z), second.flow(Z).energy(Z))
 
 
 def test_the_papers_stack_repeats_one_theta_or_has_one_for_each_half_step():
