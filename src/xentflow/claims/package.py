@@ -1,10 +1,11 @@
-"""The identities the package adds to the paper's: every potential, every model, heads, roles, masks, steps."""
+"""The identities the package adds to the paper's: every potential and model, heads, roles, masks, steps, duals."""
 
 import torch
 from torch import Tensor
 
 from xentflow.axes import Axis, dimension
 from xentflow.claims import Claim, Comparison, Draw, Verdict, derivative, on_both_axes
+from xentflow.constraints import Dual
 from xentflow.flow import GradientFlow
 from xentflow.gradient import feature_gradient
 from xentflow.integrators import Euler
@@ -170,6 +171,32 @@ def _exact_subflow(draw: Draw, axis: Axis) -> Comparison:
     return Comparison(claimed, whole)
 
 
+def _dual_dissipation(draw: Draw, axis: Axis) -> Comparison:
+    loss, radius, dim = CrossEntropy(axis), F**0.5, dimension(axis)
+    claimed, actual = [], []
+    for model in (Linear(draw.normal(K, F)), Quadratic(draw.normal(F, F) / F)):
+        Z = 3 * draw.normal(S, F)
+        C = draw.distributions(*model.logits(Z).shape, axis=axis)
+
+        def energy(X: Tensor, model: Model = model, C: Tensor = C) -> Tensor:
+            N = model.logits(X)
+            return torch.logsumexp(N, dim).sum() - (C * N).sum()
+
+        def seen(Z: Tensor) -> Tensor:
+            X: Tensor = radius * Z / torch.linalg.vector_norm(Z, dim=-1, keepdim=True)
+            return X
+
+        X = seen(Z)
+        G = feature_gradient(loss, model, X, C).total
+        across = G - X * (X * G).sum(-1, keepdim=True) / radius**2
+        rate = (radius / torch.linalg.vector_norm(Z, dim=-1) * across.square().sum(-1)).sum()
+        claimed += [-rate, -GradientFlow(loss, model, C, Dual(radius)).dissipation(Z)]
+        V = -derivative(energy, X)
+        time = torch.zeros((), dtype=Z.dtype)
+        actual += [derivative(lambda t, Z=Z, V=V, energy=energy: energy(seen(Z + t * V)), time)] * 2  # type: ignore[misc]
+    return Comparison(torch.stack(claimed), torch.stack(actual))
+
+
 PACKAGE_CLAIMS = (
     Claim("p = ∇Ω(N) for every potential", "potentials", _weights_are_the_gradient, on_both_axes(HOLDS)),
     Claim("Ω(N) + Ω*(p) = ⟨p,N⟩ at p = ∇Ω(N)", "potentials", _fenchel_young_equality, on_both_axes(HOLDS)),
@@ -184,5 +211,6 @@ PACKAGE_CLAIMS = (
     Claim("linear N: splitting = one gradient step", "splitting", _linear_splitting_is_one_gradient_step,
           on_both_axes(HOLDS)),
     Claim("a step of 2/L never raises ℓ", "steps", _safe_steps_never_raise, on_both_axes(HOLDS)),
+    Claim("Ż = −∂ℓ(X): dℓ/dt = −Σ(r/‖z‖)‖P∂ℓ‖²", "constraints", _dual_dissipation, on_both_axes(HOLDS)),
     Claim("exact sub-flow = matrix exponential", "splitting", _exact_subflow, on_both_axes(HOLDS)),
 )  # fmt: skip
