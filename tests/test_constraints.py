@@ -173,9 +173,12 @@ class TestSphereOfOwnRadii(Conformance):
         Z, V = self.point(25), normal(seeded(26), S, F)
         Z[2] = 0
         assert (self.constraint.place(Z)[2] == 0).all()
+        Z.requires_grad_()
         moved = self.constraint.retract(Z, self.constraint.tangent(Z, V))
         assert torch.isfinite(moved).all()
         assert (moved[2] == 0).all()
+        (slope,) = torch.autograd.grad(moved.sum(), Z)
+        assert slope.isfinite().all()
 
 
 class TestSphereOfFixedRadius(TestSphereOfOwnRadii):
@@ -192,9 +195,12 @@ class TestSphereOfFixedRadius(TestSphereOfOwnRadii):
     def test_a_token_at_the_origin_stays_there(self):
         Z = normal(seeded(25), S, F)
         Z[2] = 0
+        Z.requires_grad_()
         placed = self.constraint.place(Z)
         assert torch.isfinite(placed).all()
         assert (placed[2] == 0).all()
+        (slope,) = torch.autograd.grad(1e3 * placed.sum(), Z)
+        assert slope.isfinite().all()
 
 
 class TestDual(Conformance):

@@ -126,10 +126,8 @@ class Dual(Constraint):
 
     def metric(self, Z: Features, V: Features) -> Features:
         _require_move(Z, V)
-        norm: Tensor = torch.linalg.vector_norm(Z, dim=-1, keepdim=True)
-        # At the origin ψ* has a corner, and no derivative.
-        away = norm > 0
-        return self.radius * _across(_unit(Z), V) * away / torch.where(away, norm, 1)
+        # At the origin ψ* has a corner, and no derivative; zero stands for it.
+        return self.radius * _across(_unit(Z), V) / _length(Z)
 
 
 @dataclass(frozen=True)
@@ -178,7 +176,10 @@ def _across(unit: Tensor, V: Tensor) -> Tensor:
 
 
 def _unit(Z: Tensor) -> Tensor:
+    return Z / _length(Z)
+
+
+def _length(Z: Tensor) -> Tensor:
+    """Norms of tokens, infinite at the origin: what is divided by them has value and derivative zero there."""
     norm: Tensor = torch.linalg.vector_norm(Z, dim=-1, keepdim=True)
-    # A token at the origin has no direction: it stays there, with a derivative of zero, rather than become NaN.
-    away = norm > 0
-    return Z * away / torch.where(away, norm, 1)
+    return norm.masked_fill(norm == 0, math.inf)
