@@ -90,14 +90,38 @@ def test_products_of_matrices_by_either_library(convolves, rows, generator, monk
     A, B, e = (normal(shape, generator).float() for shape in ((1, rows, 24), (1, 40, 24), (1, rows, 40)))
     bias = normal((1, 40), generator).float()
     bias[0, 3] = -torch.inf
+    N = torch.einsum("nrf,ncf->nrc", A, B)
     for found, expected in (
-        (matmul.nt(A, B), torch.einsum("nrf,ncf->nrc", A, B)),
-        (matmul.nt(A, B, bias), torch.einsum("nrf,ncf->nrc", A, B) + bias[:, None]),
+        (matmul.nt(A, B), N),
+        (matmul.nt(A, B, bias), N + bias[:, None]),
+        (matmul.nt(A, B, turned=True), N),
+        (matmul.nt(A, B, bias, turned=True), N + bias[:, None]),
         (matmul.nn(e, B), torch.einsum("nrc,ncf->nrf", e, B)),
         (matmul.tn(e, A), torch.einsum("nrc,nrf->ncf", e, A)),
     ):
         assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert bool(seen) == convolves
+
+
+@pytest.mark.parametrize("rows", [33, 64])
+def test_turned_the_fewer_rows_are_the_filters_and_what_is_large_is_read_as_it_lies(rows, generator, monkeypatch):
+    monkeypatch.setattr(matmul, "WORTHWHILE", 0)
+    monkeypatch.setattr(matmul, "is_doubled", lambda A: True)
+    filters, pixels = [], []
+    as_filters, as_pixels = matmul._filters, matmul._pixels
+    monkeypatch.setattr(matmul, "_filters", lambda B: filters.append(len(B[0])) or as_filters(B))
+    monkeypatch.setattr(matmul, "_pixels", lambda A: pixels.append(as_pixels(A)) or pixels[-1])
+    A, B = normal((1, rows, 24), generator).float(), normal((1, 40, 24), generator).float()
+    e = matmul.nt(A, B, turned=True)
+    expected = torch.einsum("nrf,ncf->nrc", A, B)
+    for found, right in (
+        (e, expected),
+        (matmul.nn(e, B), torch.einsum("nrc,ncf->nrf", expected, B)),
+        (matmul.tn(e, A), torch.einsum("nrc,nrf->ncf", expected, A)),
+    ):
+        assert_close(found, right, rtol=1e-5, atol=1e-4)
+    assert set(filters) == {min(rows, 40)}
+    assert {image.data_ptr() for image in pixels} <= {A.data_ptr(), B.data_ptr(), e.data_ptr()}
 
 
 def wrong(*args, **kwargs):

@@ -137,15 +137,22 @@ def attend_backward(
 
 
 def tiles_of_logits(
-    a: Tensor, c: Tensor, bias: Tensor | None, mask: Tensor | None, causal: bool, start: int, tiling: Tiling
+    a: Tensor,
+    c: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    causal: bool,
+    start: int,
+    tiling: Tiling,
+    turned: bool = False,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """N of a block whose first row is ``start``, tile by tile, −∞ where an entry is left out."""
+    """N of a block whose first row is ``start``, tile by tile, −∞ where one is left out; turned: see ``matmul``."""
     rows, K = a.shape[-2], c.shape[-2]
     for begin, end in spans(K, tiling.columns):
         if causal and begin >= start + rows:
             break
         columns = slice(begin, end)
-        N = nt(a, c[:, columns], None if bias is None else bias[:, columns])
+        N = nt(a, c[:, columns], None if bias is None else bias[:, columns], turned)
         if mask is not None:
             N.masked_fill_(~mask[..., columns], -torch.inf)
         if causal and end - 1 > start:

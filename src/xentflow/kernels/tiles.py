@@ -19,8 +19,13 @@ TILE = 2**20
 COLUMNS = 2048
 """Keys in one tile, where there are as many."""
 
+MOST_COLUMNS = 8192
+
 KEPT = 2**22
 """Entries of a block of rows: 16 MiB in float32."""
+
+GRAIN = 16
+"""Single numbers in AVX-512's widest register: a product of 171 rows takes longer than one of 192."""
 
 FEWEST_ROWS = 64
 MOST_ROWS = 4096
@@ -35,11 +40,12 @@ class Tiling:
     columns: int
 
     @classmethod
-    def of(cls, S: int, K: int) -> "Tiling":
-        """For matrices of S×K logits."""
+    def of(cls, S: int, K: int, keeps: bool = True) -> "Tiling":
+        """For matrices of S×K logits; keeps: whether all tiles of a block of rows are kept, or one after another."""
         keep_freed_memory()
-        rows = min(S, MOST_ROWS, max(FEWEST_ROWS, KEPT // K))
-        columns = min(K, max(COLUMNS, TILE // MOST_ROWS))
+        most = KEPT // K if keeps else TILE // min(K, COLUMNS)
+        rows = min(S, MOST_ROWS, max(FEWEST_ROWS, most))
+        columns = min(K, MOST_COLUMNS, max(COLUMNS, TILE // rows))
         return cls(max(1, TILE // (S * K)), rows, columns)
 
     def blocks(self, n: int, S: int) -> Iterator[tuple[slice, slice]]:
@@ -60,10 +66,11 @@ def keep_freed_memory() -> None:
 
 
 def spans(length: int, size: int) -> Iterator[tuple[int, int]]:
-    """Beginnings and ends of pieces of at most ``size``, as equal as they can be."""
-    count = math.ceil(length / size)
-    edges = [length * index // count for index in range(count + 1)]
-    yield from pairwise(edges)
+    """Beginnings and ends of pieces of at most ``size``, as equal as whole grains let them be."""
+    grain = GRAIN if size >= GRAIN else 1
+    count = math.ceil(length / (size // grain * grain))
+    step = math.ceil(length / count / grain) * grain
+    yield from pairwise([*range(0, length, step), length])
 
 
 def widened(X: Tensor) -> Tensor:
