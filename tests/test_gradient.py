@@ -23,6 +23,8 @@ from instances import (
     uniform,
 )
 from xentflow.gradient import attention_term, target_term
+from xentflow.kernels import dispatch
+from xentflow.masks import Masking
 
 
 def each(name, values):
@@ -126,6 +128,58 @@ class TestEachRoleWithoutLogits:
         one_hot = torch.zeros_like(instance.C).scatter(dim, labels.unsqueeze(dim), 1)
         found = target_term(instance.objective, model, instance.Z, labels)
         assert relative_error(found, model.pullback(instance.Z, one_hot, axis)) <= 1e-12
+
+
+def maskings(like, axis, generator):
+    """Masks of every shape that goes with logits ``(2, H, S, K)``; each distribution keeps an entry."""
+    S, K = like.shape[-2:]
+    dense = uniform(like.shape, generator) < 0.6
+    dense.select(along(axis), 1).fill_(True)
+    rows, columns = (torch.ones(2, 1, length, dtype=torch.bool) for length in (S, K))
+    rows[1, 0, 2:], columns[0, 0, 3:] = False, False
+    return {
+        "dense": Masking(dense),
+        "one for all heads": Masking(dense[:, :1]),
+        "one for all": Masking(dense[0, 0]),
+        "padding": Masking(None, rows, columns),
+        "causal": Masking(None, rows, rows, causal=True) if S == K else Masking(dense, rows, columns),
+    }
+
+
+@each("kind", ["dense", "one for all heads", "one for all", "padding", "causal"])
+@pytest.mark.parametrize("model", MODELS)
+@every_axis
+def test_heads_one_after_another_are_heads_at_once(kind, model, axis, generator, monkeypatch):
+    instance = draw_instance(xf.LogSumExp(axis), model, 4, (2,), generator)
+    like = instance.model.logits_like(instance.Z)
+    masking = maskings(like, axis, generator)[kind]
+    labels = torch.randint(like.shape[along(axis)], like.select(along(axis), 0).shape, generator=generator)
+    weights = uniform((4, 1, 1), generator)
+    arguments = instance.objective, instance.model, instance.Z
+    expected = attention_term(*arguments, masking, weights, backend="reference")
+    assert relative_error(attention_term(*arguments, masking, weights, backend="chunked"), expected) <= 1e-12
+    at_once = target_term(*arguments, labels, masking, weights)
+    monkeypatch.setattr(dispatch, "FEW", 0)
+    assert relative_error(target_term(*arguments, labels, masking, weights), at_once) <= 1e-12
+
+
+@pytest.mark.parametrize("roles", ["both", "own"])
+@pytest.mark.parametrize("model", ["linear-bias", "quadratic", "quadratic-factor", "quadratic-two-factors", "bilinear"])
+@every_axis
+def test_heads_one_after_another_pass_gradcheck(model, roles, axis, generator, monkeypatch):
+    monkeypatch.setattr(dispatch, "FEW", 0)
+    instance = draw_instance(xf.LogSumExp(axis), model, 2, (), generator)
+    like = instance.model.logits_like(instance.Z)
+    labels = torch.randint(like.shape[along(axis)], like.select(along(axis), 0).shape, generator=generator)
+    leaves = [X.clone().requires_grad_() for X in (instance.Z, *instance.tensors)]
+    how = {"roles": roles} if model.startswith("quadratic") else {}
+
+    def total(Z, *tensors):
+        return xf.feature_gradient(instance.objective, instance.case.build(*tensors, **how), Z, labels).total
+
+    assert gradcheck(total, leaves, fast_mode=True)
+    seed = normal(instance.Z.shape, generator).requires_grad_()
+    assert gradgradcheck(total, leaves, grad_outputs=seed, fast_mode=True)
 
 
 @every_potential

@@ -4,16 +4,17 @@ For the linear model the attention term is cross-attention pθ and the target te
 quadratic model they are pZθᵀ + pᵀZθ and CZθᵀ + CᵀZθ (Eq. 8, corrected: see ``printed_form``).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxtyping import Float
 from torch import Tensor
 
-from xentflow.axes import require_alike, require_features, require_type
+from xentflow.axes import Axis, require_alike, require_features, require_type
 from xentflow.errors import XentflowError
 from xentflow.kernels import Backend, attention_products, chosen, is_plain, require_backend, returned
 from xentflow.masks import Masking
-from xentflow.models import Features, Model, Quadratic
+from xentflow.models import Factors, Features, Model, Quadratic
 from xentflow.objective import Objective, Targets
 from xentflow.potentials import Mask
 
@@ -84,31 +85,34 @@ def attention_term(
     printed: 2pZθᵀ instead, the attention term of Eq. (8) as printed.
     """
     like = model.logits_like(Z)
-    factors = None if is_plain(like, backend) else model.factors(Z, objective.axis)
-    if factors is None:
-        p = objective.potential.gradient(model.logits(Z), masking.tensor(like, objective.axis))
-        p = p if head_weights is None else head_weights * p
-        if printed:
-            assert isinstance(model, Quadratic)
-            return 2 * model.query_pullback(Z, p)
-        return model.pullback(Z, p, objective.axis)
-    pull_rows, pull_columns = factors.pull_rows, None if printed else factors.pull_columns
-    products = attention_products(
-        objective.potential,
-        factors.q,
-        factors.k,
-        factors.bias,
-        masking,
-        rows=pull_rows is not None,
-        columns=pull_columns is not None,
-        backend=backend,
-    )
-    parts = [
-        pull(product if head_weights is None else head_weights * product)
-        for pull, product in ((pull_rows, products.rows), (pull_columns, products.columns))
-        if pull is not None and product is not None
-    ]
-    return (2 if printed else 1) * parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+    def attended(part: _Part) -> Features:
+        factors = part.factors
+        pull_rows, pull_columns = factors.pull_rows, None if printed else factors.pull_columns
+        products = attention_products(
+            objective.potential,
+            factors.q,
+            factors.k,
+            factors.bias,
+            part.masking,
+            rows=pull_rows is not None,
+            columns=pull_columns is not None,
+            backend=backend,
+        )
+        pulled = part.pulled((pull_rows, products.rows), (pull_columns, products.columns))
+        return 2 * pulled if printed else pulled
+
+    found = None
+    if not is_plain(like, backend):
+        found = _by_heads(model, Z, objective.axis, masking, head_weights, backend, attended)
+    if found is not None:
+        return found
+    p = objective.potential.gradient(model.logits(Z), masking.tensor(like, objective.axis))
+    p = p if head_weights is None else head_weights * p
+    if printed:
+        assert isinstance(model, Quadratic)
+        return 2 * model.query_pullback(Z, p)
+    return model.pullback(Z, p, objective.axis)
 
 
 def target_term(
@@ -121,22 +125,73 @@ def target_term(
 ) -> Features:
     """pullback(C), on targets already checked, C like the logits or labels; each head times its weight."""
     axis = objective.axis
-    factors = None if C.is_floating_point() else model.factors(Z, axis)
-    if factors is None:
-        like = model.logits_like(Z)
-        C = objective.dense(C, like, masking.tensor(like, axis))
-        return model.pullback(Z, C if head_weights is None else head_weights * C, axis)
-    present = masking.at_labels(C, axis)
-    owners, entries = (factors.q, factors.k) if axis == "classes" else (factors.k, factors.q)
-    own = chosen(entries, C, present)
-    other = returned(owners, C, present, entries.shape[-2])
-    rows, columns = (own, other) if axis == "classes" else (other, own)
-    parts = [
-        pull(product if head_weights is None else head_weights * product)
-        for pull, product in ((factors.pull_rows, rows), (factors.pull_columns, columns))
-        if pull is not None
-    ]
-    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+    def picked(part: _Part) -> Features:
+        factors, labels = part.factors, C if part.head is None else C.select(-2, part.head)
+        present = part.masking.at_labels(labels, axis)
+        owners, entries = (factors.q, factors.k) if axis == "classes" else (factors.k, factors.q)
+        pulls = factors.pull_rows, factors.pull_columns
+        of_owners, of_entries = pulls if axis == "classes" else pulls[::-1]
+        own = None if of_owners is None else chosen(entries, labels, present)
+        other = None if of_entries is None else returned(owners, labels, present, entries.shape[-2])
+        return part.pulled((of_owners, own), (of_entries, other))
+
+    found = None
+    if not C.is_floating_point():
+        found = _by_heads(model, Z, axis, masking, head_weights, "auto", picked)
+    if found is not None:
+        return found
+    like = model.logits_like(Z)
+    C = objective.dense(C, like, masking.tensor(like, axis))
+    return model.pullback(Z, C if head_weights is None else head_weights * C, axis)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one head's part of a term is made of; head None: all heads' at once."""
+
+    head: int | None
+    factors: Factors
+    masking: Masking
+    weight: Tensor | None
+
+    def pulled(self, *products: tuple[Callable[[Tensor], Tensor] | None, Tensor | None]) -> Features:
+        """The pullback of the products that there are, weighted."""
+        parts = [
+            pull(product if self.weight is None else self.weight * product)
+            for pull, product in products
+            if pull is not None and product is not None
+        ]
+        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+
+def _by_heads(
+    model: Model,
+    Z: Features,
+    axis: Axis,
+    masking: Masking,
+    head_weights: HeadWeights | None,
+    backend: Backend,
+    term: Callable[[_Part], Features],
+) -> Features | None:
+    """The term of all heads; None if the model has no factors.
+
+    Heads of many logits come one after another, so that what is made for one is gone when the next one comes.
+    """
+    heads = range(model.heads or 0)
+    if not heads or is_plain(model.logits_like(Z).select(-3, 0), backend):
+        factors = model.factors(Z, axis)
+        return None if factors is None else term(_Part(None, factors, masking, head_weights))
+    total = None
+    for head in heads:
+        factors = model.factors(Z, axis, head)
+        if factors is None:
+            return None
+        part = _Part(head, factors, masking.of_head(head), None if head_weights is None else head_weights[head])
+        total = term(part) if total is None else total + term(part)
+        # Nothing of a head keeps a name while the next one is computed.
+        del factors, part
+    return total
 
 
 def checked_targets(objective: Objective, model: Model, Z: Features, C: Targets, mask: Mask | Masking | None) -> Tensor:

@@ -35,6 +35,14 @@ class Masking(NamedTuple):
             whole = both(whole, lower if axis == "classes" else lower.mT)
         return whole
 
+    def of_head(self, head: int) -> "Masking":
+        """What is left of it for the logits of one head, which have no head dimension."""
+        dense, rows, columns, causal = self
+        if dense is not None and dense.ndim > 2:
+            dense = dense.select(-3, head if dense.shape[-3] > 1 else 0)
+        rows, columns = (X if X is None or X.ndim == 1 else X.squeeze(-2) for X in (rows, columns))
+        return Masking(dense, rows, columns, causal)
+
     def at_labels(self, labels: Tensor, axis: Axis) -> Tensor | None:
         """Whether the entry that each distribution's label names takes part; None where all do."""
         classes = axis == "classes"

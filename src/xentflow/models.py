@@ -67,8 +67,11 @@ class Model(ABC):
         pulled: Tensor = torch.func.vjp(self.logits, Z)[1](M)[0]
         return pulled
 
-    def factors(self, Z: Features, axis: Axis) -> Factors | None:
-        """The logits as inner products, or None: so attention is computed without keeping them."""
+    def factors(self, Z: Features, axis: Axis, head: int | None = None) -> Factors | None:
+        """The logits as inner products, or None: so attention is computed without keeping them.
+
+        head: those of one head alone, and nothing made for any other; its pullback is that head's part of the sum.
+        """
         return None
 
     def operator_norm(self) -> Tensor:
@@ -88,6 +91,10 @@ class Model(ABC):
 
     def _summed_over_heads(self, pulled: Tensor) -> Tensor:
         return pulled if self.heads is None else pulled.sum(-3)
+
+    def _pull(self, head: int | None) -> Callable[[Tensor], Tensor]:
+        """What is left to do with products that are in Z's dimensions: all heads' are summed, one's is the pullback."""
+        return self._summed_over_heads if head is None else _as_it_is
 
     def _require_fit(self, Z: Tensor, weight: Tensor, width: int) -> None:
         # Shapes and kinds only: values are looked at where a computation starts, not at every evaluation.
@@ -165,9 +172,10 @@ class Linear(_ModelModule):
     def pullback(self, Z: Features, M: Logits, axis: Axis | None = None) -> Features:
         return _gathered_from_heads(M, self.theta)
 
-    def factors(self, Z: Features, axis: Axis) -> Factors | None:
+    def factors(self, Z: Features, axis: Axis, head: int | None = None) -> Factors | None:
         self._require_fit(Z, self.theta, self.theta.shape[-1])
-        return Factors(_per_head(Z, self.heads), self.theta, self.bias, self._summed_over_heads)
+        theta, bias = _of_head(self.theta, head), None if self.bias is None else _of_head(self.bias, head)
+        return Factors(_per_head(Z, self.heads) if head is None else Z, theta, bias, self._pull(head))
 
     def operator_norm(self) -> Tensor:
         return _spectral_norm(self.theta.flatten(0, -2))
@@ -262,19 +270,20 @@ class Quadratic(_ModelModule):
             return _gathered_from_heads(M.mT @ _per_head(Z, self.heads), self.theta)
         return _gathered_from_heads(M.mT @ _through_heads(Z, self.phi), self._keys.mT)
 
-    def factors(self, Z: Features, axis: Axis) -> Factors | None:
+    def factors(self, Z: Features, axis: Axis, head: int | None = None) -> Factors | None:
         self._require_fit(Z, self._weight, self._weight.shape[-2])
         by_row = self.roles == "both" or dimension(axis) == -1
         by_column = self.roles == "both" or not by_row
         if self.phi is not None:
-            phi, keys = self.phi, self._keys
+            phi, keys = _of_head(self.phi, head), _of_head(self._keys, head)
             q = _through_heads(Z, phi)
             k = q if self.psi is None else _through_heads(Z, keys)
             rows, columns = _from_heads(phi.mT), _from_heads(keys.mT)
         else:
             assert self.theta is not None
-            q, k = _through_heads(Z, self.theta), _per_head(Z, self.heads)
-            rows, columns = _from_heads(self.theta.mT), self._summed_over_heads
+            theta = _of_head(self.theta, head)
+            q, k = _through_heads(Z, theta), _per_head(Z, self.heads) if head is None else Z
+            rows, columns = _from_heads(theta.mT), self._pull(head)
         return Factors(q, k, None, rows if by_row else None, columns if by_column else None)
 
     def pullback_norm(self, M: Logits) -> Tensor:
@@ -340,8 +349,8 @@ class Bilinear(_ModelModule):
     def pullback(self, Z: Features, M: Logits, axis: Axis | None = None) -> Features:
         return self._here().pullback(Z, M)
 
-    def factors(self, Z: Features, axis: Axis) -> Factors | None:
-        return self._here().factors(Z, axis)
+    def factors(self, Z: Features, axis: Axis, head: int | None = None) -> Factors | None:
+        return self._here().factors(Z, axis, head)
 
     def operator_norm(self) -> Tensor:
         return self._here().operator_norm()
@@ -375,9 +384,11 @@ class _BilinearAt(Model):
     def pullback(self, Z: Features, M: Logits, axis: Axis | None = None) -> Features:
         return self._summed_over_heads(M @ self._keys())
 
-    def factors(self, Z: Features, axis: Axis) -> Factors | None:
+    def factors(self, Z: Features, axis: Axis, head: int | None = None) -> Factors | None:
         self._require_batch(Z)
-        return Factors(_per_head(Z, self.heads), self._keys(), None, self._summed_over_heads)
+        if head is None:
+            return Factors(_per_head(Z, self.heads), self._keys(), None, self._summed_over_heads)
+        return Factors(Z, self.context @ self.theta[head].mT, None, self._pull(head))
 
     def operator_norm(self) -> Tensor:
         keys = self._keys()
@@ -473,6 +484,14 @@ def _head_dimension(heads: int | None) -> tuple[int, ...]:
 
 def _per_head(Z: Tensor, heads: int | None) -> Tensor:
     return Z if heads is None else Z.unsqueeze(-3)
+
+
+def _of_head(weight: Tensor, head: int | None) -> Tensor:
+    return weight if head is None else weight[head]
+
+
+def _as_it_is(pulled: Tensor) -> Tensor:
+    return pulled
 
 
 def _through_heads(Z: Tensor, weight: Tensor) -> Tensor:

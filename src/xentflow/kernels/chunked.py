@@ -77,6 +77,7 @@ def attend(
             weighted = u[at] * block.inverse
             for columns, e in block.tiles:
                 other[samples, columns] += tn(e, weighted)
+            del e, weighted
         R[at] = (block.m + block.total.log()).squeeze(-1)
         # Before the next block is made: its tiles are most of the memory.
         del block
@@ -137,22 +138,15 @@ def attend_backward(
 
 
 def tiles_of_logits(
-    a: Tensor,
-    c: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    causal: bool,
-    start: int,
-    tiling: Tiling,
-    turned: bool = False,
+    a: Tensor, c: Tensor, bias: Tensor | None, mask: Tensor | None, causal: bool, start: int, tiling: Tiling
 ) -> Iterator[tuple[slice, Tensor]]:
-    """N of a block whose first row is ``start``, tile by tile, −∞ where one is left out; turned: see ``matmul``."""
+    """N of a block whose first row is ``start``, tile by tile, −∞ where an entry is left out."""
     rows, K = a.shape[-2], c.shape[-2]
     for begin, end in spans(K, tiling.columns):
         if causal and begin >= start + rows:
             break
         columns = slice(begin, end)
-        N = nt(a, c[:, columns], None if bias is None else bias[:, columns], turned)
+        N = nt(a, c[:, columns], None if bias is None else bias[:, columns], tiling.turned)
         if mask is not None:
             N.masked_fill_(~mask[..., columns], -torch.inf)
         if causal and end - 1 > start:

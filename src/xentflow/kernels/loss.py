@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from xentflow.kernels.chunked import LOG2E, exponentiate, tiles_of_logits
-from xentflow.kernels.matmul import nn, tn
+from xentflow.kernels.matmul import is_doubled, nn, tn
 from xentflow.kernels.tiles import Tiling, spans, widened
 
 
@@ -94,7 +94,9 @@ def sweep(
         torch.zeros(k.shape[:2], dtype=wide, device=k.device) if wants_b and problem.bias is not None else None,
     )
     keeps = grads.k is not None or grads.b is not None
-    tiling = Tiling.of(S, k.shape[-2], keeps)
+    # Masks and given targets lie row by row; without them nothing does.
+    turned = problem.one_class and problem.mask is None and is_doubled(q)
+    tiling = Tiling.of(S, k.shape[-2], keeps, turned)
     for index in range(n):
         of_key = 0 if shared else index
         for start, stop in spans(S, tiling.rows):
@@ -145,9 +147,7 @@ class _Block:
         self.tiles: list[_Tile] = []
         self.m, self.total = torch.full_like(weights, -torch.inf), torch.zeros_like(weights)
         self.pulled = torch.zeros_like(self.q) if gathers else None
-        # Masks and given targets lie row by row; without them nothing does, and keys can be read as they lie.
-        turned = problem.one_class and mask is None
-        tiles = tiles_of_logits(self.q[None], self.k[None], bias, mask, False, rows.start, tiling, turned)
+        tiles = tiles_of_logits(self.q[None], self.k[None], bias, mask, False, rows.start, tiling)
         ell = self._of_one_class(tiles, keeps) if problem.one_class else self._of_many(tiles, keeps)
         # Nothing left by the mask: silent, not NaN.
         self.dead = self.total == 0

@@ -20,6 +20,7 @@ COLUMNS = 2048
 """Keys in one tile, where there are as many."""
 
 MOST_COLUMNS = 8192
+"""The same where tiles are turned, which may be longer the fewer rows they have."""
 
 KEPT = 2**22
 """Entries of a block of rows: 16 MiB in float32."""
@@ -33,20 +34,21 @@ MOST_ROWS = 4096
 
 @dataclass(frozen=True)
 class Tiling:
-    """``samples`` matrices at a time, ``rows`` of each, in tiles of ``columns``."""
+    """``samples`` matrices at a time, ``rows`` of each, in tiles of ``columns``; turned: see ``matmul.nt``."""
 
     samples: int
     rows: int
     columns: int
+    turned: bool
 
     @classmethod
-    def of(cls, S: int, K: int, keeps: bool = True) -> "Tiling":
+    def of(cls, S: int, K: int, keeps: bool = True, turned: bool = False) -> "Tiling":
         """For matrices of S×K logits; keeps: whether all tiles of a block of rows are kept, or one after another."""
         keep_freed_memory()
         most = KEPT // K if keeps else TILE // min(K, COLUMNS)
         rows = min(S, MOST_ROWS, max(FEWEST_ROWS, most))
-        columns = min(K, MOST_COLUMNS, max(COLUMNS, TILE // rows))
-        return cls(max(1, TILE // (S * K)), rows, columns)
+        columns = min(K, max(COLUMNS, min(MOST_COLUMNS, TILE // rows))) if turned else min(K, COLUMNS)
+        return cls(max(1, TILE // (S * K)), rows, columns, turned)
 
     def blocks(self, n: int, S: int) -> Iterator[tuple[slice, slice]]:
         """Samples and rows of every block of n matrices of S rows."""
