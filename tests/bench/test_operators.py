@@ -20,7 +20,7 @@ RATES = {"matmul, GFLOP/s": 100.0, "convolution, GFLOP/s": 200.0, "copy, GiB/s":
 def report():
     ways = {"xentflow": [0.2, 0.1, 0.4], "eager": [0.5, 0.3, 0.4]}
     compared = [Comparison("a loss", "xentflow", ways, gflop=10.0, mib=100.0)]
-    growths = [Growth("a loss", "S", [1, 2, 4], [1.0, 2.0, 4.0], [1.0, 4.0, 16.0])]
+    growths = [Growth("a loss", "S", [1, 2, 4], [1.0, 2.0, 4.0], [1.0, 4.0, 16.0], 5)]
     return Report(RATES, compared, [Peak("a loss alone", 12.3, 0.456)], growths)
 
 
@@ -45,6 +45,7 @@ def test_tables_hold_what_was_measured():
     ]
     assert peaks == [("a loss alone", "12", "0.46")]
     assert growths == [("a loss", "S", "1, 2, 4", "1.00", "2.00")]
+    assert list(tables(record))[2][0].endswith("the fastest of 5 turns")
     assert "50% of the floor's speed" in notes(record)[1]
     text = as_markdown(record)
     assert "| eager | 300.0 | 400.0 | 3.00 | 2.00 |" in text
@@ -60,6 +61,18 @@ def test_a_process_of_its_own_counts_what_is_beyond_inputs_and_outputs():
 def test_a_process_that_fails_is_said():
     with pytest.raises(XentflowError, match=r"bench: nothing ended with status 1: KeyError"):
         alone("nothing", "loss", "no such case", 1)
+
+
+@pytest.mark.parametrize("rounds", [2, 7])
+def test_sizes_take_turns_at_least_five_times(rounds, monkeypatch):
+    called = []
+    monkeypatch.setattr(measure, "TURN", 0.0)
+    monkeypatch.setattr(measure, "alone", lambda title, *_, **shape: Peak(title, float(shape["S"]), 0.1))
+    monkeypatch.setitem(loss.CASES, "counted", lambda S, F: lambda: called.append((S, F)))
+    found = measure.growth("counted", "S", "loss", "counted", (1, 2), BenchConfig("loss", rounds=rounds), F=3)
+    turns = max(rounds, 5)
+    assert called == [(1, 3), (2, 3)] * (turns + 1)
+    assert (found.turns, found.sizes, found.mib, len(found.seconds)) == (turns, [1, 2], [1.0, 2.0], 2)
 
 
 def small(monkeypatch):
@@ -78,8 +91,8 @@ def small(monkeypatch):
         monkeypatch.setattr(
             module,
             "growth",
-            lambda title, over, module, case, sizes, threads, **fixed: Growth(
-                title, over, list(sizes), [0.1] * len(sizes), [1.0] * len(sizes)
+            lambda title, over, module, case, sizes, settings, **fixed: Growth(
+                title, over, list(sizes), [0.1] * len(sizes), [1.0] * len(sizes), 5
             ),
         )
 

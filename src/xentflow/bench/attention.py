@@ -43,7 +43,7 @@ def bench_attention(settings: Settings, console: Console) -> Report:
             "attention",
             "quadratic gradient, 4 heads",
             sizes,
-            settings.threads,
+            settings,
             **{name: size for name, size in SHAPE.items() if name != over},
         )
         for over, sizes in GROWTH.items()

@@ -61,8 +61,8 @@ def bench_block(settings: Settings, console: Console) -> Report:
     ]
     lengths = (LONG // 4, LONG // 2, LONG)
     growths = [
-        growth("a stack of 2 trains", "S", "block", "training", lengths, threads, F=F, depth=2),
-        growth("a stack trains", "depth", "block", "training", DEPTHS, threads, F=F, S=SHAPE["S"]),
+        growth("a stack of 2 trains", "S", "block", "training", lengths, settings, F=F, depth=2),
+        growth("a stack trains", "depth", "block", "training", DEPTHS, settings, F=F, S=SHAPE["S"]),
     ]
     return Report(rates(), [_compared(settings.rounds)], peaks, growths)
 

@@ -39,7 +39,7 @@ def bench_loss(settings: Settings, console: Console) -> Report:
     name = ", ".join(f"{key}={size:,}" for key, size in MEMORY.items())
     peaks = [alone(f"{way}: ℓ, ∂Z and ∂θ, {name}", "loss", way, settings.threads, **MEMORY) for way in CASES]
     growths = [
-        growth("ℓ, ∂Z and ∂θ", over, "loss", "xentflow", sizes, settings.threads, **_without(BASE, over))
+        growth("ℓ, ∂Z and ∂θ", over, "loss", "xentflow", sizes, settings, **_without(BASE, over))
         for over, sizes in GROWTH.items()
     ]
     return Report(rates(), comparisons, peaks, growths)

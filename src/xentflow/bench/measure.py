@@ -7,13 +7,21 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+from xentflow.bench import Settings, interleaved
 from xentflow.errors import XentflowError
+
+FEWEST_TURNS = 5
+"""Times that every size has its turn, where a comparison may have fewer rounds."""
+
+TURN = 0.2
+"""Seconds of one turn, at least."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +37,14 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Growth:
-    """Seconds and MiB of one way over sizes, and the slopes between logarithms."""
+    """Seconds, the fastest of some turns, and MiB of one way over sizes, and the slopes between logarithms."""
 
     title: str
     over: str
     sizes: list[int]
     seconds: list[float]
     mib: list[float]
+    turns: int
 
     @property
     def exponents(self) -> tuple[float, float]:
@@ -107,10 +116,29 @@ def slope(sizes: Sequence[int], values: Sequence[float]) -> float:
     return sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True)) / sum((a - mx) ** 2 for a in x)
 
 
-def growth(title: str, over: str, module: str, case: str, sizes: Sequence[int], threads: int, **fixed: int) -> Growth:
-    """One case of a module, each size in a process of its own."""
-    found = [alone(title, module, case, threads, **fixed, **{over: size}) for size in sizes]
-    return Growth(title, over, list(sizes), [one.seconds for one in found], [one.mib for one in found])
+def growth(
+    title: str, over: str, module: str, case: str, sizes: Sequence[int], settings: Settings, **fixed: int
+) -> Growth:
+    """One case of a module: seconds of all sizes in turns, MiB of each in a process of its own."""
+    build = import_module(f"xentflow.bench.{module}").CASES[case]
+    shapes = {str(size): {**fixed, over: size} for size in sizes}
+    turns = max(settings.rounds, FEWEST_TURNS)
+    timings = interleaved({name: _repeated(build(**shape)) for name, shape in shapes.items()}, turns)
+    mib = [alone(title, module, case, settings.threads, **shape).mib for shape in shapes.values()]
+    return Growth(title, over, list(sizes), [timing.fastest for timing in timings], mib, turns)
+
+
+def _repeated(function: Callable[[], object]) -> Callable[[], float]:
+    """The fastest of as many calls as a turn has time for."""
+    once = timed(function)
+
+    def seconds() -> float:
+        taken = [once()]
+        while sum(taken) < TURN:
+            taken.append(once())
+        return min(taken)
+
+    return seconds
 
 
 def alone(title: str, module: str, case: str, threads: int, **shape: int) -> Peak:
