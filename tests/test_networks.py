@@ -37,6 +37,7 @@ CHOICES = {
     "sigmoid": {"potential": "sigmoid"},
     "separate": {"separate": True},
     "relative": {"relative": True},
+    "long steps": {"mixing_step": 4.0},
     "separate-sphere": {"separate": True, "normalisation": "sphere"},
 }
 
@@ -106,6 +107,19 @@ def test_a_target_term_may_have_a_theta_of_its_own_and_then_no_half_descends_an_
     assert mix.target_model is not mix.model
     assert sort.target_model is not sort.model
     assert (mix.kind, sort.kind) == ("game", "no common energy")
+
+
+@pytest.mark.parametrize(("inputs", "expected"), [(IMAGES, 1.0), (SEQUENCES, 4.0)])
+def test_mixing_steps_start_longer_for_sequences_unless_said_otherwise(inputs, expected):
+    def first(mixing_step):
+        mix, sort = DerivedTransformer(inputs, SMALL, Derivation(mixing_step=mixing_step)).stack.sequence()[:2]
+        assert_close(sort.step.head_weights(), torch.ones(2, 1, 1))
+        return mix.step.head_weights()
+
+    assert_close(first(None), torch.full((2, 1, 1), expected))
+    assert_close(first(0.5), torch.full((2, 1, 1), 0.5))
+    with pytest.raises(XentflowError, match="expected a positive finite number"):
+        first(-1.0)
 
 
 @pytest.mark.parametrize("normalisation", ["pre-norm", "sphere", "free"])

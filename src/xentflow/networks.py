@@ -1,9 +1,11 @@
 """Derived transformers: an embedding, blocks that alternate two energies, and a read-out through the last one's θ.
 
     Z⁽⁰⁾   = embedding + positions
-    depth × [ mix:    tokens against tokens,  N = Zφψᵀ Zᵀ,   C a learned matrix of positions, or uniform
-              sort:   tokens against classes, N = Zθᵀ,       C = softmax(MLP(Z)), latent classes of several heads ]
-    decide:  N = Zθᵀ + b over the true classes, C = softmax(MLP(Z));  logits = θ of the decided features
+    depth × [ mix:    tokens against tokens,  N = Xφψᵀ Xᵀ,   C a learned matrix of positions, or uniform
+              sort:   tokens against classes, N = Xθᵀ,       C = softmax(MLP(X)), latent classes of several heads ]
+    decide:  N = Xθᵀ + b over the true classes, C = softmax(MLP(X));  logits = θ of the decided features
+
+X holds each token's direction, √F z/‖z‖; on a sphere, and in ``decide``, Z is placed there itself; free, X is Z.
 
 Every half is one step of a splitting of a flow made by ``derive``; together they take the places of self-attention and
 of the feed-forward part. Labels reach C through the training loss alone. For images the tokens' mean is decided on, for
@@ -82,7 +84,9 @@ class Derivation:
     mixing half has a learned C, or a uniform one that holds no information; normalisation: features on a sphere, behind
     a dual variable that the steps add up in ("pre-norm"), or free; separate: whether the target
     term has a θ of its own, the paper's θ^(ℓ+½), in every half; relative: whether the mixing half's learned C has a
-    logit for each distance instead of one for each pair of places.
+    logit for each distance instead of one for each pair of places; mixing_step: what the learned step of each head of
+    the mixing half starts at, 1 for images and 4 for sequences unless said otherwise. With long ones tokens hear each
+    other early, without which copying from the past is learned late.
     """
 
     roles: Roles = "own"
@@ -94,6 +98,7 @@ class Derivation:
     potential: PotentialName = "softmax"
     separate: bool = False
     relative: bool = False
+    mixing_step: float | None = None
 
     @property
     def has_energies(self) -> bool:
@@ -182,6 +187,7 @@ class DerivedTransformer(nn.Module):
     def _mix(self) -> DerivedBlock:
         F, heads, S = self.shape.width, self.shape.heads, self.inputs.tokens
         choice = self.derivation
+        h = (4.0 if self.inputs.causal else 1.0) if choice.mixing_step is None else choice.mixing_step
 
         def drawn() -> Quadratic:
             phi, psi = (_drawn(F, heads, F, F // heads) for _ in range(2))
@@ -192,7 +198,7 @@ class DerivedTransformer(nn.Module):
             drawn(),
             oracle=LearnedTargets(S, heads=heads, relative=choice.relative) if choice.target else Uniform(),
             splitting=_splitting(choice.splitting),
-            step=LearnedStep(1.0, heads=heads),
+            step=LearnedStep(h, heads=heads),
             constraint=self._constraint(),
             target_model=drawn() if choice.separate else None,
             causal=self.inputs.causal,

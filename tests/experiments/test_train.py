@@ -118,6 +118,8 @@ def test_sequences_and_text_go_through_the_command_line(tmp_path):
         ({"budget": float("inf")}, "budget"),
         ({"compare": True, "task": "recall"}, "task: expected images"),
         ({"network": "transformer", "roles": "both"}, "roles: expected own with network=transformer"),
+        ({"mixing_step": 0.0}, "mixing_step"),
+        ({"network": "transformer", "mixing_step": 2.0}, "mixing_step"),
         ({"relative": True, "target": False}, "relative"),
         ({"network": "paper", "tied": True, "optimisation": "two-stage", "compiled": True}, "compiled"),
         ({"budget": 0.0}, "budget"),

@@ -32,7 +32,7 @@ from xentflow.records import report_console, require_writable, versions, write_w
 
 RATES = (5e-4, 1e-3, 2e-3, 4e-3)
 TUNING_SEED = 1000
-SEQUENCE_STEPS = 2000
+SEQUENCE_RATES, SEQUENCE_STEPS = (1e-3, 2e-3, 4e-3, 8e-3), 2000
 SHORTER = 4
 """The short runs take one in so many of the steps."""
 
@@ -146,14 +146,14 @@ def planned(config: TrainConfig, records: Records) -> list[Run]:
 
 
 def _sequences(config: TrainConfig, plain: TrainConfig, records: Records) -> list[Run]:
-    """Recall, and the text if there is one: equal steps for both networks, C of the text by distances."""
+    """Recall, and the text if there is one: equal steps for both networks, C of the derived one by distances."""
     runs = []
     tasks: tuple[Any, ...] = ("recall",) if config.text is None else ("recall", "text")
     for task, network in product(tasks, NETWORKS):
         shown = replace(plain, task=task, network=network, size="tiny", batch=64, steps=SEQUENCE_STEPS)
-        shown = replace(shown, relative=task == "text")
-        base = replace(shown, seed=TUNING_SEED)
-        tuning = [Run(f"tuning {task} {network} {rate:g}", replace(base, learning_rate=rate)) for rate in RATES]
+        shown = replace(shown, relative=True)
+        tuned = {rate: replace(shown, seed=TUNING_SEED, learning_rate=rate) for rate in SEQUENCE_RATES}
+        tuning = [Run(f"tuning {task} {network} {rate:g}", config) for rate, config in tuned.items()]
         runs += tuning
         rate = _best(tuning, records, network)
         if rate is not None:

@@ -112,9 +112,10 @@ class TrainConfig(Derivation, Recipe):
         for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise XentflowError(f"{name}: expected a whole number of at least {least}, got {getattr(self, name)}")
-        for name in ("budget", "minutes"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise XentflowError(f"{name}: expected a finite number above 0, got {getattr(self, name)}")
+        for name in ("budget", "minutes", "mixing_step"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise XentflowError(f"{name}: expected a finite number above 0, got {value}")
         if self.device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", self.device):
             raise XentflowError(f'device: expected "cpu" or "cuda", got {self.device!r}')
         if self.task == "text" and self.text is None:
