@@ -21,12 +21,12 @@ def _threshold(gaps: Tensor, alpha: float, dim: int) -> Tensor:
         p = entmax.entmax15(logits, dim)
     else:
         p = entmax.entmax_bisect(logits, alpha, dim)
-    return -p.amax(dim, keepdim=True).pow(alpha - 1)
+    return -p.amax(dim, keepdim=True).pow(alpha - 1).contiguous()
 
 
 @_threshold.register_fake
 def _(gaps: Tensor, alpha: float, dim: int) -> Tensor:
-    return torch.empty_like(gaps.narrow(dim, 0, 1))
+    return gaps.new_empty(gaps.narrow(dim, 0, 1).shape)
 
 
 @_threshold.register_vmap

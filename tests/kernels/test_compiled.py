@@ -6,7 +6,9 @@ from torch.testing import assert_close
 
 import xentflow as xf
 from instances import normal
+from xentflow._entmax import _threshold
 from xentflow.kernels import dispatch
+from xentflow.kernels.cross_entropy import _gradients, _of_rows, _summed
 
 
 @pytest.fixture(autouse=True)
@@ -59,3 +61,29 @@ def test_one_graph_and_the_same_numbers(function, generator):
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     assert_close(both(compiled), both(function), rtol=1e-9, atol=1e-11)
+
+
+# Whole graphs are tried above.
+TOLD = "test_schema", "test_autograd_registration", "test_faketensor"
+
+
+@pytest.mark.parametrize("backend", ["chunked", "fused"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_operators_are_what_a_compiler_is_told_of_columns_as_of_rows(bias, backend, generator):
+    """Shapes, kinds and strides, of features and θ that lie column by column."""
+    q, k, y = normal((1, 3, 6), generator).mT, normal((1, 3, 5), generator).mT, torch.arange(6)[None] % 5
+    operands = *(X.float().requires_grad_() for X in (q, k)), normal((1, 5), generator).float() if bias else None
+    assert not operands[0].is_contiguous()
+    weights = torch.linspace(0, 1, 6)[None]
+    for wants_k in (False, True):
+        wants = True, wants_k, wants_k and bias
+        torch.library.opcheck(_summed, (*operands, None, y, None, 0.0, weights, *wants, backend), test_utils=TOLD)
+    torch.library.opcheck(_of_rows, (*operands, None, y, None, 0.0), test_utils=TOLD)
+    torch.library.opcheck(_gradients, (*operands, None, y, None, 0.0, weights), test_utils=TOLD)
+
+
+@pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0])
+@pytest.mark.parametrize("dim", [-1, -2])
+def test_so_is_the_threshold_of_entmax(dim, alpha, generator):
+    for gaps in (normal((1, 3, 6), generator).mT, normal((2, 3, 6), generator).permute(1, 2, 0)):
+        torch.library.opcheck(_threshold, (gaps.abs(), alpha, dim), test_utils=("test_schema", "test_faketensor"))

@@ -129,7 +129,8 @@ def _summed(
     problem = Problem(q, k, bias, mask, labels, targets, smoothing)
     with torch.autocast(q.device.type, enabled=False):
         ell, grads = _value_and_gradients(problem, weights, (wants_q, wants_k, wants_b), backend)
-    dq, dk, db = (q.new_empty(0) if X is None else X for X in grads)
+    # However q lies, and whichever way was taken, what is promised below is contiguous.
+    dq, dk, db = (q.new_empty(0) if X is None else X.contiguous() for X in grads)
     return (weights.to(ell.dtype) * ell).sum(), dq, dk, db
 
 

@@ -89,7 +89,7 @@ def sweep(
     wide = widened(q[:0]).dtype
     values = torch.empty(n, S, dtype=wide, device=q.device)
     grads = Gradients(
-        torch.empty_like(q) if wants_q else None,
+        q.new_empty(q.shape) if wants_q else None,
         torch.zeros(k.shape, dtype=wide, device=k.device) if wants_k else None,
         torch.zeros(k.shape[:2], dtype=wide, device=k.device) if wants_b and problem.bias is not None else None,
     )
