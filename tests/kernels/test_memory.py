@@ -109,3 +109,11 @@ def test_pieces_are_whole_grains_but_the_last(length, size):
     lengths = [end - begin for begin, end in pieces]
     assert 0 < min(lengths) <= max(lengths) <= size
     assert size < tiles.GRAIN or all(n % tiles.GRAIN == 0 for n in lengths[:-1])
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "count"),
+    [(17, 17, 1), (31, 31, 1), (1000, 2048, 1), (1, 1, 1), (15, 15, 1), (18, 17, 2), (64, 32, 2), (49, 17, 4)],
+)
+def test_what_fits_in_one_piece_is_not_cut(length, size, count):
+    assert len(list(tiles.spans(length, size))) == count

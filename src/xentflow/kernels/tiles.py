@@ -68,7 +68,10 @@ def keep_freed_memory() -> None:
 
 
 def spans(length: int, size: int) -> Iterator[tuple[int, int]]:
-    """Beginnings and ends of pieces of at most ``size``, as equal as whole grains let them be."""
+    """Beginnings and ends of pieces of at most ``size``, as equal as whole grains let them be, or one."""
+    if length <= size:
+        yield 0, length
+        return
     grain = GRAIN if size >= GRAIN else 1
     count = math.ceil(length / (size // grain * grain))
     step = math.ceil(length / count / grain) * grain
