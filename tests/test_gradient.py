@@ -22,6 +22,7 @@ from instances import (
     relative_error,
     uniform,
 )
+from xentflow import gradient
 from xentflow.gradient import attention_term, target_term
 from xentflow.kernels import dispatch
 from xentflow.masks import Masking
@@ -161,6 +162,29 @@ def test_heads_one_after_another_are_heads_at_once(kind, model, axis, generator,
     at_once = target_term(*arguments, labels, masking, weights)
     monkeypatch.setattr(dispatch, "FEW", 0)
     assert relative_error(target_term(*arguments, labels, masking, weights), at_once) <= 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["linear", "both", "own", "factor"])
+@every_axis
+def test_heads_one_after_another_lose_no_more_digits_than_at_once(kind, axis, dtype, generator, monkeypatch):
+    H, S, F, K = 32, 48, 32, 40
+    theta = normal((H, *{"linear": (K, F), "factor": (F, 8)}.get(kind, (F, F))), generator) / F**0.5
+    theta, Z = theta.to(dtype), normal((S, F), generator).to(dtype)
+
+    def model(theta):
+        if kind == "factor":
+            return xf.Quadratic.from_factor(theta)
+        return xf.Linear(theta) if kind == "linear" else xf.Quadratic(theta, roles=kind)
+
+    objective = xf.CrossEntropy(axis)
+    expected = attention_term(objective, model(theta.double()), Z.double(), backend="reference")
+    in_turn = attention_term(objective, model(theta), Z, backend="chunked")
+    monkeypatch.setattr(Masking, "of_head", None)
+    monkeypatch.setattr(gradient, "is_plain", lambda like, backend: like.ndim < 3)
+    at_once = attention_term(objective, model(theta), Z, backend="chunked")
+    assert in_turn.dtype == at_once.dtype == dtype
+    assert relative_error(in_turn.double(), expected) <= 1.1 * relative_error(at_once.double(), expected)
 
 
 @pytest.mark.parametrize("roles", ["both", "own"])

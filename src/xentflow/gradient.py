@@ -13,6 +13,7 @@ from torch import Tensor
 from xentflow.axes import Axis, require_alike, require_features, require_type
 from xentflow.errors import XentflowError
 from xentflow.kernels import Backend, attention_products, chosen, is_plain, require_backend, returned
+from xentflow.kernels.tiles import widened
 from xentflow.masks import Masking
 from xentflow.models import Factors, Features, Model, Quadratic
 from xentflow.objective import Objective, Targets
@@ -188,10 +189,13 @@ def _by_heads(
         if factors is None:
             return None
         part = _Part(head, factors, masking.of_head(head), None if head_weights is None else head_weights[head])
-        total = term(part) if total is None else total + term(part)
+        found = term(part)
+        kind = found.dtype
+        # Half precision would round each sum; so many terms are added up wide and rounded once.
+        total = widened(found) if total is None else total + found
         # Nothing of a head keeps a name while the next one is computed.
-        del factors, part
-    return total
+        del factors, part, found
+    return total if total is None else total.to(kind)
 
 
 def checked_targets(objective: Objective, model: Model, Z: Features, C: Targets, mask: Mask | Masking | None) -> Tensor:
