@@ -26,6 +26,7 @@ from xentflow import gradient
 from xentflow.gradient import attention_term, target_term
 from xentflow.kernels import dispatch
 from xentflow.masks import Masking
+from xentflow.models import Factors
 
 
 def each(name, values):
@@ -162,6 +163,56 @@ def test_heads_one_after_another_are_heads_at_once(kind, model, axis, generator,
     at_once = target_term(*arguments, labels, masking, weights)
     monkeypatch.setattr(dispatch, "FEW", 0)
     assert relative_error(target_term(*arguments, labels, masking, weights), at_once) <= 1e-12
+
+
+class Scaled(xf.Model):
+    """N = βₕ Z/2 θₕᵀ, with no more than a model has to say, and its factors."""
+
+    def __init__(self, theta, beta):
+        self.theta, self.beta, self.heads = theta, beta, len(theta)
+
+    def logits(self, Z):
+        return self.beta * torch.einsum("...sf,hkf->...hsk", Z, self.theta) / 2
+
+    def factors(self, Z, axis):
+        return Factors((self.beta * Z.unsqueeze(-3)) / 2, self.theta, None, lambda M: (self.beta * M / 2).sum(-3))
+
+    def tensors(self):
+        return [self.theta, self.beta]
+
+    def _logits_shape(self, Z):
+        return (*Z.shape[:-2], self.heads, Z.shape[-2], self.theta.shape[-2])
+
+
+class Halved(xf.Linear):
+    """A model of the package with other logits, and so with other factors."""
+
+    def logits(self, Z):
+        return super().logits(Z) / 2
+
+    def pullback(self, Z, M, axis=None):
+        return super().pullback(Z, M) / 2
+
+    def factors(self, Z, axis):
+        whole = super().factors(Z, axis)
+        return Factors(whole.q / 2, whole.k, None, lambda M: whole.pull_rows(M) / 2)
+
+
+@pytest.mark.parametrize("kind", ["scaled", "halved"])
+@every_axis
+def test_models_of_ones_own_with_heads_of_many_logits(kind, axis, generator, monkeypatch):
+    theta, Z = normal((3, 5, 2), generator), normal((2, 4, 2), generator)
+    model = Halved(theta) if kind == "halved" else Scaled(theta, uniform((3, 1, 1), generator))
+    like = model.logits_like(Z)
+    labels = torch.randint(like.shape[along(axis)], like.select(along(axis), 0).shape, generator=generator)
+    expected = xf.feature_gradient(xf.CrossEntropy(axis), model, Z, labels, backend="reference")
+    moving = Z.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(xf.CrossEntropy(axis).value(model.logits(moving), labels).sum(), moving)
+    assert relative_error(expected.total, slope) <= 1e-12
+    monkeypatch.setattr(dispatch, "FEW", 0)
+    found = xf.feature_gradient(xf.CrossEntropy(axis), model, Z, labels)
+    assert relative_error(found.attention, expected.attention) <= 1e-12
+    assert relative_error(found.target, expected.target) <= 1e-12
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -83,6 +83,30 @@ class ModelConformance:
         summed = sum(one.pullback(Z, M[..., head, :, :]) for head, one in enumerate(single))
         assert relative_error(model.pullback(Z, M), summed) <= 1e-12
 
+    def test_one_head_is_a_model_that_shares_theta(self, generator):
+        tensors, Z, M = self.draw(generator, 4, (2,))
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        model = self.case.build(*leaves)
+        if self.name == "functional":
+            assert model.of_head(2) is None
+            return
+        one, alone = model.of_head(2), self.case.build(*self.of_head(tensors, 2))
+        assert one.heads is None
+        assert self.case.build(*self.of_head(tensors, 2)).of_head(0) is None
+        assert (one.pullback_degree, one.is_gradient) == (model.pullback_degree, model.is_gradient)
+        assert_close(one.logits(Z), alone.logits(Z), rtol=1e-12, atol=1e-12)
+        assert one.logits_like(Z).shape == alone.logits(Z).shape
+        assert_close(one.pullback(Z, M[:, 2]), alone.pullback(Z, M[:, 2]), rtol=1e-12, atol=1e-12)
+        for held, expected in zip(one.tensors(), alone.tensors(), strict=True):
+            assert_close(held, expected, rtol=0, atol=0)
+        summed = one.logits(Z).square().sum()
+        theta, *_ = leaves
+        (slope,) = torch.autograd.grad(summed, theta)
+        assert (slope[2] != 0).all()
+        assert (slope[[0, 1, 3]] == 0).all()
+        views = {leaf.data_ptr() + 2 * leaf.stride(0) * leaf.element_size() for leaf in leaves if leaf.ndim > 1}
+        assert one.tensors()[0].data_ptr() in views
+
     @all_heads
     def test_batch_of_n_is_n_batches_of_one(self, heads, generator):
         tensors, Z, M = self.draw(generator, heads, (3,))

@@ -177,15 +177,18 @@ def _by_heads(
 ) -> Features | None:
     """The term of all heads; None if the model has no factors.
 
-    Heads of many logits come one after another, so that what is made for one is gone when the next one comes.
+    Heads of many logits come one after another where the model can tell them apart, so that what is made for one is
+    gone when the next one comes.
     """
-    heads = range(model.heads or 0)
-    if not heads or is_plain(model.logits_like(Z).select(-3, 0), backend):
+    many = model.heads is not None and not is_plain(model.logits_like(Z).select(-3, 0), backend)
+    heads = [model.of_head(head) for head in range(model.heads or 0)] if many else []
+    if not heads or None in heads:
         factors = model.factors(Z, axis)
         return None if factors is None else term(_Part(None, factors, masking, head_weights))
     total = None
-    for head in heads:
-        factors = model.factors(Z, axis, head)
+    for head, one in enumerate(heads):
+        assert one is not None
+        factors = one.factors(Z, axis)
         if factors is None:
             return None
         part = _Part(head, factors, masking.of_head(head), None if head_weights is None else head_weights[head])

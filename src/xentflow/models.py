@@ -16,7 +16,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -67,12 +67,19 @@ class Model(ABC):
         pulled: Tensor = torch.func.vjp(self.logits, Z)[1](M)[0]
         return pulled
 
-    def factors(self, Z: Features, axis: Axis, head: int | None = None) -> Factors | None:
-        """The logits as inner products, or None: so attention is computed without keeping them.
-
-        head: those of one head alone, and nothing made for any other; its pullback is that head's part of the sum.
-        """
+    def factors(self, Z: Features, axis: Axis) -> Factors | None:
+        """The logits as inner products, or None: so attention is computed without keeping them."""
         return None
+
+    def of_head(self, head: int) -> "Model | None":
+        """One head as a model without heads, which shares θ; None where there is no such view."""
+        return None
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        # A head that is inherited knows nothing of factors that are not.
+        if "factors" in cls.__dict__ and "of_head" not in cls.__dict__:
+            cls.of_head = Model.of_head  # type: ignore[method-assign]
 
     def operator_norm(self) -> Tensor:
         """The largest singular value of Z ↦ N(Z) − N(0), where N is affine (a leading dimension: one per sample)."""
@@ -91,10 +98,6 @@ class Model(ABC):
 
     def _summed_over_heads(self, pulled: Tensor) -> Tensor:
         return pulled if self.heads is None else pulled.sum(-3)
-
-    def _pull(self, head: int | None) -> Callable[[Tensor], Tensor]:
-        """What is left to do with products that are in Z's dimensions: all heads' are summed, one's is the pullback."""
-        return self._summed_over_heads if head is None else _as_it_is
 
     def _require_fit(self, Z: Tensor, weight: Tensor, width: int) -> None:
         # Shapes and kinds only: values are looked at where a computation starts, not at every evaluation.
@@ -140,16 +143,53 @@ class _ModelModule(nn.Module, Model):
             self.register_buffer(name, value)
 
 
-class Linear(_ModelModule):
+class _LinearMap(Model):
+    """What a linear model is, whoever holds θ and b."""
+
+    pullback_degree: Literal[0, 1] | None = 0
+    theta: Tensor
+    bias: Tensor | None
+
+    def logits(self, Z: Features) -> Logits:
+        self._require_fit(Z, self.theta, self.theta.shape[-1])
+        N = _through_heads(Z, self.theta.mT)
+        return N if self.bias is None else N + self.bias.unsqueeze(-2)
+
+    def pullback(self, Z: Features, M: Logits, axis: Axis | None = None) -> Features:
+        return _gathered_from_heads(M, self.theta)
+
+    def factors(self, Z: Features, axis: Axis) -> Factors | None:
+        self._require_fit(Z, self.theta, self.theta.shape[-1])
+        return Factors(_per_head(Z, self.heads), self.theta, self.bias, self._summed_over_heads)
+
+    def of_head(self, head: int) -> Model | None:
+        return None if self.heads is None else _LinearHead(self, head)
+
+    def operator_norm(self) -> Tensor:
+        return _spectral_norm(self.theta.flatten(0, -2))
+
+    def _logits_shape(self, Z: Features) -> tuple[int, ...]:
+        self._require_fit(Z, self.theta, self.theta.shape[-1])
+        return (*Z.shape[:-2], *_head_dimension(self.heads), Z.shape[-2], self.theta.shape[-2])
+
+
+class _LinearHead(_LinearMap):
+    """One head; a plain object, as ``_BilinearAt`` is."""
+
+    def __init__(self, whole: _LinearMap, head: int) -> None:
+        self.theta, self.bias = whole.theta[head], None if whole.bias is None else whole.bias[head]
+
+    def tensors(self) -> list[Tensor]:
+        return [self.theta] if self.bias is None else [self.theta, self.bias]
+
+
+class Linear(_ModelModule, _LinearMap):
     """N = Zθᵀ + b; pullback Mθ.
 
     theta: θ ``(K, F)`` or ``(H, K, F)``; bias: b ``(K,)`` or ``(H, K)``.
     """
 
-    pullback_degree: Literal[0, 1] | None = 0
     _learnable: ClassVar[tuple[str, ...]] = ("theta", "bias")
-    theta: Tensor
-    bias: Tensor | None
 
     def __init__(self, theta: Float[Tensor, "*H K F"], bias: Float[Tensor, "*H K"] | None = None) -> None:
         super().__init__()
@@ -164,80 +204,15 @@ class Linear(_ModelModule):
         self._hold("theta", theta)
         self._hold("bias", bias)
 
-    def logits(self, Z: Features) -> Logits:
-        self._require_fit(Z, self.theta, self.theta.shape[-1])
-        N = _through_heads(Z, self.theta.mT)
-        return N if self.bias is None else N + self.bias.unsqueeze(-2)
 
-    def pullback(self, Z: Features, M: Logits, axis: Axis | None = None) -> Features:
-        return _gathered_from_heads(M, self.theta)
-
-    def factors(self, Z: Features, axis: Axis, head: int | None = None) -> Factors | None:
-        self._require_fit(Z, self.theta, self.theta.shape[-1])
-        theta, bias = _of_head(self.theta, head), None if self.bias is None else _of_head(self.bias, head)
-        return Factors(_per_head(Z, self.heads) if head is None else Z, theta, bias, self._pull(head))
-
-    def operator_norm(self) -> Tensor:
-        return _spectral_norm(self.theta.flatten(0, -2))
-
-    def _logits_shape(self, Z: Features) -> tuple[int, ...]:
-        self._require_fit(Z, self.theta, self.theta.shape[-1])
-        return (*Z.shape[:-2], *_head_dimension(self.heads), Z.shape[-2], self.theta.shape[-2])
-
-
-class Quadratic(_ModelModule):
-    """N = ZθZᵀ, θ any square matrix; K = S. Pullback MZθᵀ + MᵀZθ.
-
-    A token is a query (its row of N) and a key (its column). ``roles="both"`` is the exact derivative. ``roles="own"``
-    keeps the role in which the token owns its distribution, query on the classes axis and key on the sequence axis:
-    each token then descends its own ℓ with all that it meets held fixed, its own other role included. That is a game,
-    not a gradient flow.
-
-    theta: θ ``(F, F)`` or ``(H, F, F)``; see ``from_factor`` for θ = φφᵀ and θ = φψᵀ.
-    """
+class _QuadraticMap(Model):
+    """What a quadratic model is, whoever holds θ, or φ and ψ."""
 
     pullback_degree: Literal[0, 1] | None = 1
-    _learnable: ClassVar[tuple[str, ...]] = ("theta", "phi", "psi")
+    roles: Roles
     theta: Tensor | None
     phi: Tensor | None
     psi: Tensor | None
-
-    def __init__(self, theta: Float[Tensor, "*H F F"], roles: Roles = "both") -> None:
-        super().__init__()
-        _require_theta(theta, "(F, F) or (H, F, F)")
-        if theta.shape[-1] != theta.shape[-2]:
-            raise XentflowError(f"theta: expected a square (F, F) or (H, F, F), got {tuple(theta.shape)}")
-        self._set_up(theta, None, None, roles)
-
-    @classmethod
-    def from_factor(
-        cls, phi: Float[Tensor, "*H F R"], roles: Roles = "both", psi: Float[Tensor, "*H F R"] | None = None
-    ) -> "Quadratic":
-        """The model with θ = φφᵀ, φ ``(F, R)`` or ``(H, F, R)``, R any rank; θ itself is never formed.
-
-        With ψ like φ, θ = φψᵀ: what a token asks by and what it is found by differ, as queries and keys do.
-        """
-        _require_theta(phi, "(F, R) or (H, F, R)", name="phi")
-        if psi is not None:
-            _require_theta(psi, "(F, R) or (H, F, R)", name="psi")
-            require_alike("psi", psi, "phi", phi)
-            if psi.shape != phi.shape:
-                raise XentflowError(f"psi: expected the shape of phi, {tuple(phi.shape)}, got {tuple(psi.shape)}")
-        model = cls.__new__(cls)
-        super(Quadratic, model).__init__()
-        model._set_up(None, phi, psi, roles)
-        return model
-
-    def _set_up(self, theta: Tensor | None, phi: Tensor | None, psi: Tensor | None, roles: Roles) -> None:
-        if roles not in ("both", "own"):
-            raise XentflowError(f'roles: expected "both" or "own", got {roles!r}')
-        self.roles: Roles = roles
-        self.is_gradient = roles == "both"
-        self._hold("theta", theta)
-        self._hold("phi", phi)
-        self._hold("psi", psi)
-        weight = self._weight
-        self.heads = weight.shape[0] if weight.ndim == 3 else None
 
     def logits(self, Z: Features) -> Logits:
         self._require_fit(Z, self._weight, self._weight.shape[-2])
@@ -270,21 +245,22 @@ class Quadratic(_ModelModule):
             return _gathered_from_heads(M.mT @ _per_head(Z, self.heads), self.theta)
         return _gathered_from_heads(M.mT @ _through_heads(Z, self.phi), self._keys.mT)
 
-    def factors(self, Z: Features, axis: Axis, head: int | None = None) -> Factors | None:
+    def factors(self, Z: Features, axis: Axis) -> Factors | None:
         self._require_fit(Z, self._weight, self._weight.shape[-2])
         by_row = self.roles == "both" or dimension(axis) == -1
         by_column = self.roles == "both" or not by_row
         if self.phi is not None:
-            phi, keys = _of_head(self.phi, head), _of_head(self._keys, head)
-            q = _through_heads(Z, phi)
-            k = q if self.psi is None else _through_heads(Z, keys)
-            rows, columns = _from_heads(phi.mT), _from_heads(keys.mT)
+            q = _through_heads(Z, self.phi)
+            k = q if self.psi is None else _through_heads(Z, self.psi)
+            rows, columns = _from_heads(self.phi.mT), _from_heads(self._keys.mT)
         else:
             assert self.theta is not None
-            theta = _of_head(self.theta, head)
-            q, k = _through_heads(Z, theta), _per_head(Z, self.heads) if head is None else Z
-            rows, columns = _from_heads(theta.mT), self._pull(head)
+            q, k = _through_heads(Z, self.theta), _per_head(Z, self.heads)
+            rows, columns = _from_heads(self.theta.mT), self._summed_over_heads
         return Factors(q, k, None, rows if by_row else None, columns if by_column else None)
+
+    def of_head(self, head: int) -> Model | None:
+        return None if self.heads is None else _QuadraticHead(self, head)
 
     def pullback_norm(self, M: Logits) -> Tensor:
         """An upper bound, over all samples, of the operator norm of Z ↦ pullback(Z, M)."""
@@ -315,6 +291,69 @@ class Quadratic(_ModelModule):
         keys = self.phi if self.psi is None else self.psi
         assert keys is not None
         return keys
+
+
+class _QuadraticHead(_QuadraticMap):
+    """One head; a plain object, as ``_BilinearAt`` is."""
+
+    def __init__(self, whole: _QuadraticMap, head: int) -> None:
+        self.roles, self.is_gradient = whole.roles, whole.is_gradient
+        held = whole.theta, whole.phi, whole.psi
+        self.theta, self.phi, self.psi = (None if weight is None else weight[head] for weight in held)
+
+    def tensors(self) -> list[Tensor]:
+        return [weight for weight in (self.theta, self.phi, self.psi) if weight is not None]
+
+
+class Quadratic(_ModelModule, _QuadraticMap):
+    """N = ZθZᵀ, θ any square matrix; K = S. Pullback MZθᵀ + MᵀZθ.
+
+    A token is a query (its row of N) and a key (its column). ``roles="both"`` is the exact derivative. ``roles="own"``
+    keeps the role in which the token owns its distribution, query on the classes axis and key on the sequence axis:
+    each token then descends its own ℓ with all that it meets held fixed, its own other role included. That is a game,
+    not a gradient flow.
+
+    theta: θ ``(F, F)`` or ``(H, F, F)``; see ``from_factor`` for θ = φφᵀ and θ = φψᵀ.
+    """
+
+    _learnable: ClassVar[tuple[str, ...]] = ("theta", "phi", "psi")
+
+    def __init__(self, theta: Float[Tensor, "*H F F"], roles: Roles = "both") -> None:
+        super().__init__()
+        _require_theta(theta, "(F, F) or (H, F, F)")
+        if theta.shape[-1] != theta.shape[-2]:
+            raise XentflowError(f"theta: expected a square (F, F) or (H, F, F), got {tuple(theta.shape)}")
+        self._set_up(theta, None, None, roles)
+
+    @classmethod
+    def from_factor(
+        cls, phi: Float[Tensor, "*H F R"], roles: Roles = "both", psi: Float[Tensor, "*H F R"] | None = None
+    ) -> "Quadratic":
+        """The model with θ = φφᵀ, φ ``(F, R)`` or ``(H, F, R)``, R any rank; θ itself is never formed.
+
+        With ψ like φ, θ = φψᵀ: what a token asks by and what it is found by differ, as queries and keys do.
+        """
+        _require_theta(phi, "(F, R) or (H, F, R)", name="phi")
+        if psi is not None:
+            _require_theta(psi, "(F, R) or (H, F, R)", name="psi")
+            require_alike("psi", psi, "phi", phi)
+            if psi.shape != phi.shape:
+                raise XentflowError(f"psi: expected the shape of phi, {tuple(phi.shape)}, got {tuple(psi.shape)}")
+        model = cls.__new__(cls)
+        super(Quadratic, model).__init__()
+        model._set_up(None, phi, psi, roles)
+        return model
+
+    def _set_up(self, theta: Tensor | None, phi: Tensor | None, psi: Tensor | None, roles: Roles) -> None:
+        if roles not in ("both", "own"):
+            raise XentflowError(f'roles: expected "both" or "own", got {roles!r}')
+        self.roles = roles
+        self.is_gradient = roles == "both"
+        self._hold("theta", theta)
+        self._hold("phi", phi)
+        self._hold("psi", psi)
+        weight = self._weight
+        self.heads = weight.shape[0] if weight.ndim == 3 else None
 
 
 class Bilinear(_ModelModule):
@@ -349,8 +388,11 @@ class Bilinear(_ModelModule):
     def pullback(self, Z: Features, M: Logits, axis: Axis | None = None) -> Features:
         return self._here().pullback(Z, M)
 
-    def factors(self, Z: Features, axis: Axis, head: int | None = None) -> Factors | None:
-        return self._here().factors(Z, axis, head)
+    def factors(self, Z: Features, axis: Axis) -> Factors | None:
+        return self._here().factors(Z, axis)
+
+    def of_head(self, head: int) -> Model | None:
+        return self._here().of_head(head)
 
     def operator_norm(self) -> Tensor:
         return self._here().operator_norm()
@@ -384,11 +426,12 @@ class _BilinearAt(Model):
     def pullback(self, Z: Features, M: Logits, axis: Axis | None = None) -> Features:
         return self._summed_over_heads(M @ self._keys())
 
-    def factors(self, Z: Features, axis: Axis, head: int | None = None) -> Factors | None:
+    def factors(self, Z: Features, axis: Axis) -> Factors | None:
         self._require_batch(Z)
-        if head is None:
-            return Factors(_per_head(Z, self.heads), self._keys(), None, self._summed_over_heads)
-        return Factors(Z, self.context @ self.theta[head].mT, None, self._pull(head))
+        return Factors(_per_head(Z, self.heads), self._keys(), None, self._summed_over_heads)
+
+    def of_head(self, head: int) -> Model | None:
+        return None if self.heads is None else _BilinearAt(self.theta[head], self.context, None)
 
     def operator_norm(self) -> Tensor:
         keys = self._keys()
@@ -484,14 +527,6 @@ def _head_dimension(heads: int | None) -> tuple[int, ...]:
 
 def _per_head(Z: Tensor, heads: int | None) -> Tensor:
     return Z if heads is None else Z.unsqueeze(-3)
-
-
-def _of_head(weight: Tensor, head: int | None) -> Tensor:
-    return weight if head is None else weight[head]
-
-
-def _as_it_is(pulled: Tensor) -> Tensor:
-    return pulled
 
 
 def _through_heads(Z: Tensor, weight: Tensor) -> Tensor:

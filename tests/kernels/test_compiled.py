@@ -37,6 +37,14 @@ def gradient(Z, theta):
     return xf.feature_gradient(xf.CrossEntropy("classes"), xf.Quadratic(theta[:3]), Z, C).total.square().sum()
 
 
+def heads(Z, theta):
+    C = torch.arange(12).reshape(2, 6) % 5
+    model = xf.Linear(torch.stack([theta, theta.sin()]))
+    quadratic = xf.Quadratic(torch.stack([theta[:3], theta[2:]]))
+    of_both = (xf.feature_gradient(xf.CrossEntropy("classes"), m, Z, C).total for m in (model, quadratic))
+    return sum(total.square().sum() for total in of_both)
+
+
 def block(Z, theta):
     return _BLOCK(Z).square().sum()
 
@@ -50,7 +58,7 @@ _BLOCK = xf.derive(
 )
 
 
-@pytest.mark.parametrize("function", [loss, rows, attention, gradient, block])
+@pytest.mark.parametrize("function", [loss, rows, attention, gradient, heads, block])
 def test_one_graph_and_the_same_numbers(function, generator):
     Z, theta = normal((6, 3), generator), normal((5, 3), generator)
 
