@@ -100,7 +100,7 @@ class Conformance:
 
         assert_close(moved, (4 * central(3e-4) - central(6e-4)) / 3, rtol=0, atol=1e-9)
 
-    def test_the_metric_is_symmetric_and_positive(self):
+    def test_the_metric_is_symmetric_and_positive_semidefinite(self):
         Z = self.point(34)
         directions = torch.eye(S * F, dtype=torch.float64).reshape(S * F, S, F)
         M = self.constraint.metric(Z.expand(S * F, S, F), directions).reshape(S * F, S * F)
@@ -296,10 +296,84 @@ class TestDual(Conformance):
             (slope,) = torch.autograd.grad(value(leaf).sum(), leaf)
             assert slope.isfinite().all()
 
-    @pytest.mark.parametrize("size", [1e-200, 1e-300, 1e150])
-    def test_a_token_too_short_or_long_for_its_square_is_not_torn_away(self, size):
-        X = self.constraint.features(size * normal(seeded(45), S, F))
-        assert (X.norm(dim=-1) <= 1.7 * (1 + 1e-12)).all()
+    @pytest.mark.parametrize(
+        ("dtype", "sizes"),
+        [
+            (torch.float64, (1e-310, 1e-200, 1e150, 1e307)),
+            (torch.float32, (1e-40, 1e-23, 1e-22, 1e-20, 1e20, 1e37)),
+            (torch.bfloat16, (1e-20, 1e20)),
+            (torch.float16, (1e-4, 1e-3, 1e4)),
+        ],
+        ids=str,
+    )
+    def test_a_token_too_short_or_long_for_its_square_is_seen_where_it_is(self, dtype, sizes):
+        plain = normal(seeded(45), 20, F)
+        right = 1.7 * plain / plain.norm(dim=-1, keepdim=True)
+        for size in sizes:
+            # Subnormal numbers have few digits themselves.
+            lost = 4 * torch.finfo(dtype).eps + 4 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / size
+            Z = (size * plain).to(dtype)
+            X = self.constraint.features(Z).double()
+            assert_close(X.norm(dim=-1), torch.full((20,), 1.7, dtype=X.dtype), rtol=4 * torch.finfo(dtype).eps, atol=0)
+            assert_close(X, right, rtol=0, atol=20 * lost)
+            placed = xf.Sphere(1.7).place(Z).double()
+            assert_close(placed, X, rtol=0, atol=0)
+            kept = xf.Sphere().retract(Z, torch.zeros_like(Z)).double()
+            assert_close(kept / size, Z.double() / size, rtol=0, atol=20 * lost)
+
+    @pytest.mark.parametrize(
+        ("constraint", "value"),
+        [
+            (xf.Dual(1.7), "features"),
+            (xf.Dual(1.7), "metric"),
+            (xf.Sphere(), "tangent"),
+            (xf.Sphere(), "retract"),
+            (xf.Sphere(1.7), "tangent"),
+            (xf.Sphere(1.7), "retract"),
+        ],
+        ids=str,
+    )
+    def test_second_derivatives_at_the_origin_are_finite_and_elsewhere_right(self, constraint, value):
+        Z, V = normal(seeded(46), S, F), normal(seeded(47), S, F)
+        move = getattr(constraint, value)
+        moved = move if value == "features" else lambda Z: move(Z, V)
+        seed = normal(seeded(48), S, F).requires_grad_()
+        assert torch.autograd.gradgradcheck(moved, (Z.clone().requires_grad_(),), grad_outputs=seed)
+        found = []
+        for size in (1.0, 0.0):
+            leaf = Z.clone()
+            leaf[2] *= size
+            leaf.requires_grad_()
+            (first,) = torch.autograd.grad(moved(leaf).square().sum() + moved(leaf).sum(), leaf, create_graph=True)
+            (second,) = torch.autograd.grad(first.square().sum(), leaf)
+            assert first.isfinite().all()
+            assert second.isfinite().all()
+            found.append(second)
+        others = torch.arange(S) != 2
+        assert torch.equal(found[0][others], found[1][others])
+
+    @pytest.mark.parametrize("kind", ["linear", "quadratic"])
+    def test_training_through_a_gradient_reaches_past_the_origin(self, kind):
+        """A loss on ∂ℓ(X)/∂Z, with a token at the origin."""
+        flow, Z = random_flow(kind, "classes", 49, constraint=self.constraint, S=S, F=F)
+        Z[1] = 0
+        for value in (flow.energy, flow.dissipation, lambda Z: flow.velocity(Z).square().sum()):
+            leaf = Z.clone().requires_grad_()
+            (first,) = torch.autograd.grad(value(leaf).sum(), leaf, create_graph=True)
+            (second,) = torch.autograd.grad(first.square().sum(), leaf)
+            assert second.isfinite().all()
+
+    def test_one_graph_when_compiled(self):
+        def both(Z, V):
+            return self.constraint.features(Z).square().sum(-1) + (self.constraint.metric(Z, V) * V).sum(-1)
+
+        Z, V = normal(seeded(50), S, F), normal(seeded(51), S, F)
+        Z[1] = 0
+        Z.requires_grad_()
+        compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+        assert_close(compiled(Z, V), both(Z, V))
+        slopes = [torch.autograd.grad(f(Z, V).square().sum(), Z)[0] for f in (compiled, both)]
+        assert_close(*slopes)
 
 
 class TestWhitened(Conformance):

@@ -21,7 +21,7 @@ from xentflow.models import Features
 
 
 class Constraint(ABC):
-    """A smooth set of features."""
+    """A set of states that features are seen of: itself and smooth, or behind a map of its own, ``features``."""
 
     @abstractmethod
     def place(self, Z: Features) -> Features:
@@ -40,7 +40,7 @@ class Constraint(ABC):
         return Z
 
     def metric(self, Z: Features, V: Features) -> Features:
-        """How X moves when Z moves by a tangent V: the derivative of ``features``, symmetric and positive."""
+        """How X moves when Z moves by a tangent V: by the derivative of ``features``, positive semidefinite."""
         return V
 
 
@@ -76,19 +76,22 @@ class Sphere(Constraint):
 
     def place(self, Z: Features) -> Features:
         require_features(Z)
-        return Z if self.radius is None else self.radius * _unit(Z)
+        return Z if self.radius is None else self.radius * _polar(Z)[0]
 
     def tangent(self, Z: Features, V: Features) -> Features:
         _require_move(Z, V)
-        unit = _unit(Z)
+        unit, _, _ = _polar(Z)
         # A token at the origin is its whole sphere: it has no tangent directions.
         moving = (unit != 0).any(-1, keepdim=True)
         return _across(unit, V) * moving
 
     def retract(self, Z: Features, V: Features) -> Features:
         _require_move(Z, V)
-        radius = torch.linalg.vector_norm(Z, dim=-1, keepdim=True) if self.radius is None else self.radius
-        return radius * _unit(Z + V)
+        unit, _, _ = _polar(Z + V)
+        if self.radius is not None:
+            return self.radius * unit
+        _, norm, scale = _polar(Z)
+        return unit * norm * scale.masked_fill(scale.isinf(), 0)
 
 
 @dataclass(frozen=True)
@@ -96,9 +99,10 @@ class Dual(Constraint):
     """What pre-norm does: the state Z is free and dual to features on a sphere, X = ∇ψ*(Z) with ψ*(z) = r‖z‖.
 
     ψ* is conjugate to the indicator of the ball of radius r, so x = r z/‖z‖ is the point of the ball that goes furthest
-    along z, and Ż = −∂ℓ(X) is lazy mirror descent, or dual averaging (Nesterov 2009). Along it ℓ(X) falls by
-    (r/‖z‖)‖P ∂ℓ‖² for each token, P the projection across z: no part of ∂ℓ needs taking away, since what points along z
-    only makes z longer and later steps shorter.
+    along z, and Ż = −∂ℓ(X) is lazy mirror descent, or dual averaging (Nesterov 2009). Where z ≠ 0, ℓ(X) falls along it
+    by (r/‖z‖)‖P ∂ℓ‖² for each token, P the projection across z: no part of ∂ℓ needs taking away, since what points
+    along z only makes z longer or shorter, d‖z‖²/dt = −2⟨z, ∂ℓ⟩, and later steps shorter or longer. At z = 0 there is
+    no such rate: x jumps from there to the sphere.
 
     radius: r; √F makes X what RMSNorm gives.
     """
@@ -122,12 +126,13 @@ class Dual(Constraint):
         return Z + V
 
     def features(self, Z: Features) -> Features:
-        return self.radius * _unit(Z)
+        return self.radius * _polar(Z)[0]
 
     def metric(self, Z: Features, V: Features) -> Features:
         _require_move(Z, V)
         # At the origin ψ* has a corner, and no derivative; zero stands for it.
-        return self.radius * _across(_unit(Z), V) / _length(Z)
+        unit, norm, scale = _polar(Z)
+        return self.radius * _across(unit, V) / norm / scale
 
 
 @dataclass(frozen=True)
@@ -175,11 +180,16 @@ def _across(unit: Tensor, V: Tensor) -> Tensor:
     return V - (V * unit).sum(-1, keepdim=True) * unit
 
 
-def _unit(Z: Tensor) -> Tensor:
-    return Z / _length(Z)
+def _polar(Z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Directions of tokens, and their lengths as a norm times a scale; at the origin zero, one and infinite.
 
-
-def _length(Z: Tensor) -> Tensor:
-    """Norms of tokens, infinite at the origin: what is divided by them has value and derivative zero there."""
-    norm: Tensor = torch.linalg.vector_norm(Z, dim=-1, keepdim=True)
-    return norm.masked_fill(norm == 0, math.inf)
+    The scale is a token's largest entry, without which the square of a finite one may be too large or too small. It is
+    a constant, since neither directions nor lengths depend on what it is.
+    """
+    scale = Z.detach().abs().amax(-1, keepdim=True)
+    still = scale == 0
+    # At the origin nothing is divided by zero and no root has its corner, so derivatives of any order are zero.
+    scale = scale.masked_fill(still, math.inf)
+    scaled = Z / scale
+    norm = (scaled.square().sum(-1, keepdim=True) + still).sqrt()
+    return scaled / norm, norm, scale
