@@ -192,3 +192,16 @@ def test_a_model_with_integer_buffers_flows():
     flow = xf.GradientFlow(xf.CrossEntropy("classes"), xf.Functional(network), torch.tensor([0, 1, 2, 3, 0]))
     assert_close(fall_along(flow, Z), flow.dissipation(Z), rtol=1e-7, atol=0)
     assert_close(xf.feature_gradient(flow.objective, flow.model, Z, flow.targets(Z)).total, -flow.velocity(Z), **TIGHT)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_energy_and_rate_are_of_what_is_given(kind):
+    """ℓ at features, whatever the constraint; how fast it falls, of a velocity that is known."""
+    flow, Z = random_flow(kind, "classes", 90, constraint=xf.Dual(1.5), heads=2, batch=(2,))
+    free = xf.GradientFlow(flow.objective, flow.model, flow.targets(Z))
+    X = flow.constraint.features(Z)
+    assert torch.equal(flow.energy_at(X), free.energy(X))
+    assert torch.equal(flow.energy_at(X), flow.energy(Z))
+    assert (flow.energy_at(Z) != flow.energy(Z)).all()
+    assert torch.equal(flow.rate(Z, flow.velocity(Z)), flow.dissipation(Z))
+    assert_close(free.rate(Z, X), X.square().sum((-2, -1)))

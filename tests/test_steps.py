@@ -187,6 +187,28 @@ class TestLineSearch:
         assert h[0].item() == 0
         assert h[1].item() > 0
 
+    @pytest.mark.parametrize("kind", ["linear", "quadratic"])
+    def test_dual_tokens_leave_the_origin_where_energy_falls(self, kind):
+        """Where all of a sample's tokens stand there, the metric is zero, and so is the rate at first order."""
+        left = 0
+        for seed in range(20):
+            flow, Z = random_flow(kind, "classes", 67 + seed, batch=(3,), constraint=xf.Dual(1.5))
+            Z[1] = 0
+            h, V = xf.LineSearch()(flow, Z), flow.velocity(Z)
+            assert flow.dissipation(Z)[1] == 0
+            before, after = flow.energy(Z), flow.energy(Z + h * V)
+            assert (after <= before).all()
+            falls = bool(flow.energy(Z + 1e-3 * V)[1] < before[1])
+            if kind == "quadratic":
+                # Nothing pulls at tokens that are all at the origin.
+                assert (V[1] == 0).all()
+                assert h[1].item() == 0
+            elif falls:
+                assert h[1].item() > 0
+                assert after[1] < before[1]
+                left += 1
+        assert left >= 10 or kind == "quadratic"
+
     def test_zero_step_where_no_trial_lowers_the_energy(self):
         flow, Z = random_flow("quadratic", "classes", 63)
         h = xf.LineSearch(initial=1e6, trials=2)(flow, 3 * Z)

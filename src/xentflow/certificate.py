@@ -134,9 +134,7 @@ def _slope(block: DerivedBlock, flow: GradientFlow, Z: Tensor) -> Tensor:
         if flow.head_weights is not None:
             energy = energy * flow.head_weights.squeeze(-1)
     else:
-        free = copy.copy(flow)
-        free.constraint = Free()
-        energy = free.energy(moving)
+        energy = flow.energy_at(moving)
     (gradient,) = torch.autograd.grad(energy.sum(), moving)
     return gradient
 

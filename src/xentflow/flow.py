@@ -135,9 +135,13 @@ class GradientFlow:
 
     def energy(self, Z: Features) -> PerSample:
         """ℓ of each sample: all its distributions and heads summed."""
-        C = self.targets(Z)
+        return self.energy_at(self.constraint.features(Z))
+
+    def energy_at(self, X: Features) -> PerSample:
+        """ℓ of each sample where the model sees the features X."""
+        C = self.targets(X)
         # Not ``objective.value``, which refuses logits that overflow: a line search must see that such a step is bad.
-        values = self.objective.potential.tilted(self.logits(Z), C, self.mask(Z)).sum(-1)
+        values = self.objective.potential.tilted(self.model.logits(X), C, self.mask(X)).sum(-1)
         if self.model.heads is None:
             return values
         return (values if self.head_weights is None else values * self.head_weights.flatten()).sum(-1)
@@ -149,7 +153,10 @@ class GradientFlow:
                 "dissipation: expected a gradient flow; with the own role, the printed form or another θ for the "
                 "target term ℓ need not fall"
             )
-        V = self.velocity(Z)
+        return self.rate(Z, self.velocity(Z))
+
+    def rate(self, Z: Features, V: Features) -> PerSample:
+        """⟨V, metric(Z, V)⟩ of each sample: how fast ℓ falls, if V is the velocity of a gradient flow at Z."""
         return (V * self.constraint.metric(Z, V)).sum((-2, -1))
 
     def _attention_velocity(self, Z: Features) -> Features:

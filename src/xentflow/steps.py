@@ -111,7 +111,7 @@ class LineSearch:
     """Armijo backtracking: the first step h of ``initial · shrink^k`` that lowers ℓ by ``slope · h`` × dissipation.
 
     The step tried is an Euler step, or that of the method whose ``advance`` is given. Each sample has its own step. One
-    for which no step lowers ℓ, as at a minimum, gets zero.
+    that stands still, as at a minimum, or for which no step lowers ℓ, gets zero.
     """
 
     initial: float = 1.0
@@ -134,9 +134,9 @@ class LineSearch:
         if not flow.is_gradient:
             raise XentflowError("LineSearch: expected a gradient flow; a game has no common energy to search on")
         velocity, energy = flow.velocity(Z), flow.energy(Z)
-        speed = (velocity * flow.constraint.metric(Z, velocity)).sum((-2, -1))
-        wanted = self.slope * speed
-        accepted = speed == 0
+        wanted = self.slope * flow.rate(Z, velocity)
+        # Not by the rate: what stands at a dual origin has none, and can leave.
+        accepted = (velocity == 0).all(-1).all(-1)
         step = torch.full_like(energy, self.initial).masked_fill(accepted, 0)
         for _ in range(self.trials):
             h = step[..., None, None]
