@@ -79,6 +79,42 @@ def test_of_a_dual_state_every_part_is_looked_at(axis, generator, monkeypatch):
             assert certify(block, Z, {}).dissipation_error > 0.01
 
 
+@every_axis
+@pytest.mark.parametrize("size", [1e-3, 1, 1e3, 1e6])
+def test_a_wrong_metric_is_noticed_of_dual_states_of_any_length(size, axis, generator, monkeypatch):
+    block, Z = BLOCKS["dual"](axis, generator), size * normal((3, S, F), generator)
+    assert certify(block, Z, {}).dissipation_error <= 1e-14
+    right = xf.Dual.metric
+    for wrong in (lambda self, Z, V: 0 * V, lambda self, Z, V: 1.1 * right(self, Z, V)):
+        with monkeypatch.context() as broken:
+            broken.setattr(xf.Dual, "metric", wrong)
+            assert certify(block, Z, {}).dissipation_error > 0.01
+
+
+def test_of_a_dual_state_with_tokens_at_the_origin(generator):
+    block = linear(generator, splitting=xf.Heun(), constraint=xf.Dual(F**0.5), oracle=xf.Given())
+    Z, given = normal((3, S, F), generator), {"targets": normal((3, S, K), generator).softmax(-1)}
+    assert certify(block, Z, given).measured_order == pytest.approx(2, abs=0.1)
+    Z[0, 1] = 0
+    # What is seen of a token jumps as that leaves, and with it the velocity: there is no order to measure.
+    for start in (Z, torch.zeros_like(Z)):
+        c = certify(block, start, given)
+        assert max(c.gradient_error, c.dissipation_error) <= 1e-14
+        assert c.measured_order is None
+
+
+@every_axis
+def test_of_a_dual_state_with_padding_at_the_origin(axis, generator):
+    """What is padding stays there, and the order is that of the rest."""
+    block, Z = BLOCKS["dual"](axis, generator), normal((3, S, F), generator)
+    real = torch.ones(3, S, dtype=torch.bool)
+    real[:, -1] = False
+    Z[:, -1] = 0
+    c = certify(block, Z, {"padding": real})
+    assert max(c.gradient_error, c.dissipation_error) <= 1e-14
+    assert c.measured_order == pytest.approx(c.declared_order, abs=0.15)
+
+
 def test_a_stepper_of_lower_order_is_noticed(generator, monkeypatch):
     block, Z = linear(generator, splitting=xf.Heun()), normal((2, S, F), generator)
     assert certify(block, Z, {}).measured_order == pytest.approx(2, abs=0.05)
@@ -141,16 +177,28 @@ def test_where_nothing_moves_there_is_no_order_to_measure(still, generator):
     assert c.rises == 0
 
 
-@pytest.mark.parametrize("constraint", [xf.Sphere(), xf.Dual(1.5)], ids=repr)
-def test_nor_on_a_sphere_of_one_dimension(constraint, generator):
+def of_one_feature(constraint, generator):
+    model = xf.Linear(normal((K, 1), generator))
+    block = xf.derive(xf.CrossEntropy("classes"), model, oracle=xf.Uniform(), constraint=constraint, step=1e-3)
+    return block, certify(block, normal((2, S, 1), generator), {})
+
+
+def test_nor_on_a_sphere_of_one_dimension(generator):
     """A token of one feature has nowhere to go: what is left of its velocity is rounding, and is taken for that."""
-    linear = xf.Linear(normal((K, 1), generator))
-    block = xf.derive(xf.CrossEntropy("classes"), linear, oracle=xf.Uniform(), constraint=constraint, step=1e-3)
-    c = certify(block, normal((2, S, 1), generator), {})
-    assert max(c.gradient_error, c.dissipation_error, c.constraint_error or 0) <= 1e-14
+    _, c = of_one_feature(xf.Sphere(), generator)
+    assert max(c.gradient_error, c.dissipation_error, c.constraint_error) <= 1e-14
     assert c.rises == 0
-    # A dual state moves all the same, and is only not seen to.
-    assert (c.measured_order is None) or isinstance(constraint, xf.Dual)
+    assert c.measured_order is None
+
+
+def test_a_dual_state_of_one_feature_moves_and_is_not_seen_to(generator):
+    block, c = of_one_feature(xf.Dual(1.5), generator)
+    assert max(c.gradient_error, c.dissipation_error) <= 1e-14
+    assert c.constraint_error is None
+    assert c.rises == 0
+    assert c.energy == pytest.approx([c.energy[0]] * 11, rel=1e-15)
+    Z = normal((2, S, 1), generator)
+    assert (block(Z) != Z).any()
 
 
 @pytest.mark.parametrize("step", [1e30, 1e100, 1e200, 1e300])

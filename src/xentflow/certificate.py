@@ -45,7 +45,7 @@ class Certificate:
     """h, averaged where it differs."""
     declared_order: int
     measured_order: float | None
-    """None where nothing moves, or so exactly that only rounding is left."""
+    """None where nothing moves, or from the origin, or so exactly that only rounding is left."""
     energy: list[float]
     """ℓ summed over the samples, at the start and after each of ten passes, for the targets of the pass before."""
     rises: int
@@ -151,7 +151,10 @@ def _dissipation_error(flow: GradientFlow, Z: Tensor, slope: Tensor) -> float:
     moving = Z.detach().requires_grad_()
     (gradient,) = torch.autograd.grad(flow.energy(moving).sum(), moving)
     difference = (gradient * velocity).sum((-2, -1)) + flow.dissipation(Z).detach()
-    return _ratio(difference.norm(), slope.square().sum((-2, -1)).norm())
+    # As much slower as a dual token is longer than what is seen of it, ℓ falls: so is what the difference is held to.
+    size = Z.norm(dim=-1, keepdim=True)
+    share = (flow.constraint.features(Z).norm(dim=-1, keepdim=True) / size).masked_fill(size == 0, 0)
+    return _ratio(difference.norm(), (share * slope.square()).sum((-2, -1)).norm())
 
 
 def _curvature(flow: GradientFlow) -> float | None:
@@ -167,8 +170,10 @@ def _measured_order(flow: GradientFlow, Z: Tensor, method: Method) -> float | No
     with torch.no_grad():
         # What is seen of a dual token turns the faster the shorter that is, so none may move by more than half.
         dim = -1 if isinstance(flow.constraint, Dual) else None
-        speed = float((flow.velocity(Z).norm(dim=dim) / Z.norm(dim=dim)).max())
-        if speed < 1e-14:
+        moving, size = flow.velocity(Z).norm(dim=dim), Z.norm(dim=dim)
+        # What leaves the origin has no size to move by half of, and what is seen of a dual token jumps then.
+        speed = float((moving / size).masked_fill(moving == 0, 0).max())
+        if speed < 1e-14 or speed == math.inf:
             return None
         time = 0.5 / speed
         ends = [integrate(flow, Z, method, time / n, n).Z[-1] for n in (32, 64, 128)]

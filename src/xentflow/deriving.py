@@ -160,7 +160,9 @@ def table(certificate: Certificate) -> Table:
         shown.add_row("curvature bound L", f"{c.curvature:.4g}; {verdict}")
     shown.add_row("step h", f"{c.step:.4g}")
     measured = (
-        "none could be measured: nothing moves" if c.measured_order is None else f"measured {c.measured_order:.2f}"
+        "none could be measured: nothing moves, or from the origin"
+        if c.measured_order is None
+        else f"measured {c.measured_order:.2f}"
     )
     shown.add_row("order", f"declared {c.declared_order}, {measured}")
     shown.add_row("ℓ over ten passes", " ".join(f"{value:.4g}" for value in c.energy))
