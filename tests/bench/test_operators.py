@@ -3,7 +3,9 @@
 import json
 import math
 import re
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ RATES = {"matmul, GFLOP/s": 100.0, "convolution, GFLOP/s": 200.0, "copy, GiB/s":
 def report():
     ways = {"xentflow": [0.2, 0.1, 0.4], "eager": [0.5, 0.3, 0.4]}
     compared = [Comparison("a loss", "xentflow", ways, gflop=10.0, mib=100.0)]
-    growths = [Growth("a loss", "S", [1, 2, 4], [1.0, 2.0, 4.0], [1.0, 4.0, 16.0], 5)]
+    growths = [Growth("a loss", "S", [1, 2, 4], [1.0, 2.0, 4.0], [1.0, 4.0, 16.0], 5, 3)]
     return Report(RATES, compared, [Peak("a loss alone", 12.3, 0.456)], growths)
 
 
@@ -45,6 +47,9 @@ def test_tables_hold_what_was_measured():
     ]
     assert peaks == [("a loss alone", "12", "0.46")]
     assert growths == [("a loss", "S", "1, 2, 4", "1.00", "2.00")]
+    assert list(tables(record))[2][0].endswith("the fastest of 5 turns of 3 calls each")
+    # As records were before calls were counted.
+    del record["growths"][0]["calls"]
     assert list(tables(record))[2][0].endswith("the fastest of 5 turns")
     assert "50% of the floor's speed" in notes(record)[1]
     text = as_markdown(record)
@@ -64,15 +69,20 @@ def test_a_process_that_fails_is_said():
 
 
 @pytest.mark.parametrize("rounds", [2, 7])
-def test_sizes_take_turns_at_least_five_times(rounds, monkeypatch):
+def test_sizes_take_turns_at_least_five_times_with_as_many_calls_each(rounds, monkeypatch):
     called = []
-    monkeypatch.setattr(measure, "TURN", 0.0)
     monkeypatch.setattr(measure, "alone", lambda title, *_, **shape: Peak(title, float(shape["S"]), 0.1))
+    # However much longer a call of the larger takes.
+    clock = count()
+    times = SimpleNamespace(perf_counter=lambda: 1e-3 * next(clock) * (called[-1][0] if called else 1) ** 9)
+    monkeypatch.setattr(measure, "time", times)
     monkeypatch.setitem(loss.CASES, "counted", lambda S, F: lambda: called.append((S, F)))
     found = measure.growth("counted", "S", "loss", "counted", (1, 2), BenchConfig("loss", rounds=rounds), F=3)
     turns = max(rounds, 5)
-    assert called == [(1, 3), (2, 3)] * (turns + 1)
-    assert (found.turns, found.sizes, found.mib, len(found.seconds)) == (turns, [1, 2], [1.0, 2.0], 2)
+    a_turn = [(1, 3)] * measure.CALLS + [(2, 3)] * measure.CALLS
+    assert called == [(1, 3), (2, 3)] + a_turn * turns
+    assert (found.turns, found.calls, found.sizes) == (turns, measure.CALLS, [1, 2])
+    assert (found.mib, len(found.seconds)) == ([1.0, 2.0], 2)
 
 
 def small(monkeypatch):

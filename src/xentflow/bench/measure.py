@@ -20,8 +20,8 @@ from xentflow.errors import XentflowError
 FEWEST_TURNS = 5
 """Times that every size has its turn, where a comparison may have fewer rounds."""
 
-TURN = 0.2
-"""Seconds of one turn, at least."""
+CALLS = 3
+"""Calls of each size in a turn: as many of a small one as of a large one, so that neither minimum is of more."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,11 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Growth:
-    """Seconds, the fastest of some turns, and MiB of one way over sizes, and the slopes between logarithms."""
+    """Seconds, the fastest of all calls, and MiB of one way over sizes, and the slopes between logarithms.
+
+    turns: how often every size came; calls: of each in a turn, None in records of before these were counted, when a
+    small size had more.
+    """
 
     title: str
     over: str
@@ -45,6 +49,7 @@ class Growth:
     seconds: list[float]
     mib: list[float]
     turns: int
+    calls: int | None = None
 
     @property
     def exponents(self) -> tuple[float, float]:
@@ -119,26 +124,19 @@ def slope(sizes: Sequence[int], values: Sequence[float]) -> float:
 def growth(
     title: str, over: str, module: str, case: str, sizes: Sequence[int], settings: Settings, **fixed: int
 ) -> Growth:
-    """One case of a module: seconds of all sizes in turns, MiB of each in a process of its own."""
+    """One case of a module: seconds of all sizes in turns of as many calls, MiB of each in a process of its own."""
     build = import_module(f"xentflow.bench.{module}").CASES[case]
     shapes = {str(size): {**fixed, over: size} for size in sizes}
     turns = max(settings.rounds, FEWEST_TURNS)
     timings = interleaved({name: _repeated(build(**shape)) for name, shape in shapes.items()}, turns)
     mib = [alone(title, module, case, settings.threads, **shape).mib for shape in shapes.values()]
-    return Growth(title, over, list(sizes), [timing.fastest for timing in timings], mib, turns)
+    return Growth(title, over, list(sizes), [timing.fastest for timing in timings], mib, turns, CALLS)
 
 
 def _repeated(function: Callable[[], object]) -> Callable[[], float]:
-    """The fastest of as many calls as a turn has time for."""
+    """The fastest of the calls of a turn."""
     once = timed(function)
-
-    def seconds() -> float:
-        taken = [once()]
-        while sum(taken) < TURN:
-            taken.append(once())
-        return min(taken)
-
-    return seconds
+    return lambda: min(once() for _ in range(CALLS))
 
 
 def alone(title: str, module: str, case: str, threads: int, **shape: int) -> Peak:

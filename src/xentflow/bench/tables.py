@@ -29,11 +29,14 @@ def tables(record: Mapping[str, Any]) -> Iterator[Rows]:
     yield "Peak memory beyond inputs and outputs, each in a fresh process", ("what", "MiB", "seconds"), peaks
     growths: list[tuple[str, ...]] = []
     turns = min(told["turns"] for told in record["growths"])
+    calls = {told.get("calls") for told in record["growths"]}
     for told in record["growths"]:
         sizes = ", ".join(f"{size:,}" for size in told["sizes"])
         time, memory = told["exponents"]
         growths.append((told["title"], told["over"], sizes, f"{time:.2f}", f"{memory:.2f}"))
-    heading = f"Growth: the slope of logarithms, of time by the fastest of {turns} turns"
+    # Records of before calls were counted say of turns alone.
+    each = "" if None in calls else f" of {min(calls)} calls each"
+    heading = f"Growth: the slope of logarithms, of time by the fastest of {turns} turns{each}"
     yield heading, ("what", "over", "sizes", "of time", "of memory"), growths
 
 
