@@ -44,9 +44,8 @@ class Constraint(ABC):
         return V
 
 
-@dataclass(frozen=True)
-class Free(Constraint):
-    """No constraint."""
+class _Anywhere(Constraint):
+    """States that may lie and move anywhere."""
 
     def place(self, Z: Features) -> Features:
         require_features(Z)
@@ -59,6 +58,11 @@ class Free(Constraint):
     def retract(self, Z: Features, V: Features) -> Features:
         _require_move(Z, V)
         return Z + V
+
+
+@dataclass(frozen=True)
+class Free(_Anywhere):
+    """No constraint."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ class Sphere(Constraint):
 
 
 @dataclass(frozen=True)
-class Dual(Constraint):
+class Dual(_Anywhere):
     """What pre-norm does: the state Z is free and dual to features on a sphere, X = ∇ψ*(Z) with ψ*(z) = r‖z‖.
 
     ψ* is conjugate to the indicator of the ball of radius r, so x = r z/‖z‖ is the point of the ball that goes furthest
@@ -112,18 +116,6 @@ class Dual(Constraint):
     def __post_init__(self) -> None:
         if not is_number(self.radius):
             raise XentflowError(f"radius: expected a positive finite number, got {self.radius!r}")
-
-    def place(self, Z: Features) -> Features:
-        require_features(Z)
-        return Z
-
-    def tangent(self, Z: Features, V: Features) -> Features:
-        _require_move(Z, V)
-        return V
-
-    def retract(self, Z: Features, V: Features) -> Features:
-        _require_move(Z, V)
-        return Z + V
 
     def features(self, Z: Features) -> Features:
         return self.radius * _polar(Z)[0]
